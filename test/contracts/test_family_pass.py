@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import Tiny, batch_of, bucket_of, diffusers_forward, needs_blocks, own_pass
 
-from difftrain.engine.pipeline import drop
+from difftrain.engine.stages import drop
 from difftrain.models import passes
 
 CASES = {

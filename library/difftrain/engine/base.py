@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,6 @@ class BaseEngine:
     """
 
     name = ""
-    leads = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
@@ -73,10 +72,6 @@ class BaseEngine:
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
         return faults(self.cfg.training, self.device)
-
-    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
-        """Let one rank call the denoiser while it draws: None, as its root can be called."""
-        return nullcontext()
 
     def build(
         self,
@@ -106,9 +101,8 @@ class BaseEngine:
         # --- what is trained, and the fp32 values behind half weights
         self._trained = {name: param for name, param in self.root.named_parameters() if param.requires_grad}
         if not self._trained:
-            raise ConfigFault(
-                [Fault(option("optimizer.learning_rate"), "nothing is trained: every parameter is frozen")]
-            )
+            what = "nothing is trained: every parameter is frozen"
+            raise ConfigFault([Fault(option("optimizer.learning_rate"), what)])
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         self._master_weights = self._make_master_weights()
 
@@ -165,9 +159,8 @@ class BaseEngine:
         closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             what = f"{type(optimizer).__name__} evaluates the loss several times a step"
-            raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "use an optimizer that evaluates the loss once per step")]
-            )
+            remedy = "use an optimizer that evaluates the loss once per step"
+            raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:
@@ -308,9 +301,8 @@ class BaseEngine:
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]
         if not self._terms.names:
             return None
-        return (
-            torch.stack(sums).sum(0) if sums else torch.zeros(len(self._terms.names), device=self.device.torch_device)
-        )
+        nothing = torch.zeros(len(self._terms.names), device=self.device.torch_device)
+        return torch.stack(sums).sum(0) if sums else nothing
 
     @torch.no_grad()
     def predict(self, inputs: Inputs) -> Tensor:
@@ -337,10 +329,6 @@ class BaseEngine:
         """
         for name, value in self._master_weights.values():
             yield name, value, Extent(tuple(value.shape), 0)
-
-    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of all that is trained, by name."""
-        return {name: extent.shape for name, _, extent in self.shards()}
 
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

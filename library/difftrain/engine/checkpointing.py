@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault, TensorFile
+from difftrain.contracts import ConfigFault, Fault, Inputs, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
 from difftrain.engine.half_precision import precision_of
@@ -47,6 +48,8 @@ FORMAT = 1
 
 class CheckpointedEngine(BaseEngine):
     """Save and restore what BaseEngine trains. Collective: restore, and where ranks hold pieces snapshot."""
+
+    leads = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         super().__init__(cfg, device, ranks)
@@ -90,6 +93,14 @@ class CheckpointedEngine(BaseEngine):
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+
+    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
+        """Let one rank call the denoiser while it draws: None, as its root can be called."""
+        return nullcontext()
+
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all that is trained, by name."""
+        return {name: extent.shape for name, _, extent in self.shards()}
 
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""

@@ -1,12 +1,9 @@
 """The pipeline engine: torch.distributed.pipelining over a family's chain of blocks, with data-parallel replicas beside it.
 
 1. The model is cut into runs of blocks (partition.py); each rank keeps its own, under their names in the whole model.
-2. The first stage makes inputs and sends what goes from block to block, and with it what the loss needs; the last one
-   sums the loss. One schedule of torch for each shape and number of micro batches.
+2. Micro batches go through the stages by one of torch's schedules (stages.py); the last stage sums the loss.
 3. Gradients are summed over the replicas; their norm is that of all stages, and so is the word whether to skip.
 4. Averages, checkpoints and exports go by name: each rank has those of its stage.
-
-Ranks: stage s of replica d is rank s * dp_size + d, so that neighbours are replicas.
 """
 
 from __future__ import annotations
@@ -16,28 +13,17 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
-from torch.utils import _pytree as pytree
 
 from difftrain.config.rules.engine import processes_fault
 from difftrain.config.schema.names import PIECES
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Fault, Group, Inputs, Stats, TensorFile
-from difftrain.diffusion.draws import module_seed
-from difftrain.distributed.ranks import DEFAULT_TIMEOUT_MIN
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.checkpointing import CheckpointedEngine, check_compatibility, engine_file
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
@@ -45,6 +31,7 @@ from difftrain.engine.master_weights import MasterWeights, norms
 from difftrain.engine.optimizer_state import merge_states
 from difftrain.engine.partition import STAGES, cut_lines, runs_of
 from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader, NativeSnapshot
+from difftrain.engine.stages import Grid, Stages, Work, drop
 from difftrain.engine.update import TOTAL, AfterBackward, Update
 from difftrain.optim import estimate
 
@@ -56,33 +43,8 @@ if TYPE_CHECKING:
     from difftrain.device import Device
     from difftrain.distributed.ranks import Ranks
 
-_SCHEDULES: dict[str, Any] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zb": ScheduleInterleavedZeroBubble,
-}
-_RIDERS = ("timestep", "target", "weight", "mask")  # of Inputs: what the loss needs of them
 _REDUCED = 1 << 23  # elements of gradients that are summed over replicas in one message
 Predict = Callable[[Inputs], "Tensor"]
-
-
-class Layout(NamedTuple):
-    """What stages know of a shape: the chain's layout, the riders that there are, and those of further terms."""
-
-    chain: Any
-    riders: tuple[str, ...]
-    aux: tuple[str, ...]
-
-
-class _Work(NamedTuple):
-    """What a schedule is run for. sums: the loss is summed; else the denoiser's output is kept. micro: numbers of a step."""
-
-    batches: Sequence[Batch | Inputs]
-    layout: Layout
-    trains: bool
-    sums: bool
-    first: int = 0
 
 
 class PipelineEngine(CheckpointedEngine):
@@ -95,21 +57,10 @@ class PipelineEngine(CheckpointedEngine):
         self.stages = cfg.training.pipeline_stages
         if wrong := processes_fault(cfg, ranks.size):
             raise ConfigFault([Fault(option(STAGES), *wrong)])
-        self.dp_size = ranks.size // self.stages
-        self.stage, self.dp_rank = divmod(ranks.rank, self.dp_size)
-        self.leads = self.stage == 0  # it has what enters the pipeline, and draws for its replica
-        self._pp, self._pp_host, self._dp = _groups(self.stages, self.dp_size, cfg.training.ddp_timeout_min, ranks.rank)
-        self._layouts: dict[Any, Layout] = {}
-        self._schedules: dict[Any, Any] = {}
-        self._untried: set[int] = set()  # stages that a new schedule has not run yet
-        self._counts: Mapping[str, float] = {}
-        self._work: _Work | None = None
-        self._made: dict[int, Tensor] = {}  # by the last stage, by micro batch: sums of the loss, or outputs
+        self._grid = Grid.open(self.stages, ranks.rank, ranks.size, cfg.training.ddp_timeout_min)
+        self.stage, self.dp_rank, self.dp_size = self._grid.stage, self._grid.dp_rank, self._grid.dp_size
+        self.leads = self._grid.leads
         self._shared_terms = False
-
-    @property
-    def _ends(self) -> bool:
-        return self.stage == self.stages - 1
 
     # ------------------------------------------------------------------ building
 
@@ -137,8 +88,10 @@ class PipelineEngine(CheckpointedEngine):
         drop(root, {name for name, run in self._run_of.items() if run % self.stages == self.stage})
         if not self.leads:
             self.parts.offloaded |= set(self.parts.frozen)  # encoders run where inputs are made
-        own = range(self.stage, total, self.stages)
-        self._modules = [StageModule(self, root, number, self.runs[number]) for number in own]
+        self._stages = Stages(
+            self.cfg, self.device, self._grid, self.family, self.parts, self.chain, self.runs, self._terms
+        )
+        self._stages.hold(root, self._run_of)
         return root.to(self.device.torch_device)
 
     def _state_of(self, root: nn.Module) -> dict[str, Tensor]:
@@ -170,7 +123,7 @@ class PipelineEngine(CheckpointedEngine):
         self._must_not_be_swapped()
         self._master_weights.position = self.position
         starts = None if self._looked else largest_of(self._master_weights.weights)
-        self._counts = counts
+        self._stages.position, self._stages.counts, self._stages.scaler = self.position, counts, self._scaler
         if self._scaler is not None:
             self._scaler.scale(torch.zeros(1, device=self.device.torch_device))  # stages without a loss need its scale
 
@@ -222,7 +175,7 @@ class PipelineEngine(CheckpointedEngine):
         gradients = [weight.grad for weight in self._master_weights.weights.values() if weight.grad is not None]
         for message in _messages(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in message])
-            dist.all_reduce(flat, group=self._dp)
+            dist.all_reduce(flat, group=self._grid.dp)
             for gradient, piece in zip(message, flat.split([gradient.numel() for gradient in message])):
                 gradient.copy_(piece.view_as(gradient))
 
@@ -239,12 +192,12 @@ class PipelineEngine(CheckpointedEngine):
         """
         numbered = list(enumerate(micro))
         vectors: list[Tensor] = []
-        for key, group in itertools.groupby(numbered, key=lambda item: self._key(item[1])):
+        for key, group in itertools.groupby(numbered, key=lambda item: self._stages.key(item[1])):
             run = list(group)
             for piece in self._pieces([batch for _, batch in run], trains):
                 first = run[piece.start][0]
-                work = _Work([batch for _, batch in run[piece]], self._layout(key, run[0][1]), trains, True, first)
-                made = self._run(key, work)
+                layout = self._stages.layout(key, run[0][1])
+                made = self._stages.run(key, Work([batch for _, batch in run[piece]], layout, trains, True, first))
                 vectors += [made[number] for number in sorted(made)]
         if not self._shared_terms:
             self._terms.names = max(self.ranks.gather(self._terms.names), key=len)
@@ -255,128 +208,11 @@ class PipelineEngine(CheckpointedEngine):
 
     def _pieces(self, micro: Sequence[Batch], trains: bool) -> Iterator[slice]:
         """Cut micro batches into as many as a schedule takes at once: interleaved ones go in rounds of the stages."""
-        whole = len(micro)
-        if trains and PIECES[self.cfg.training.pipeline_schedule] > 1 and whole > self.stages:
-            whole -= whole % self.stages
-        if not trains:
-            whole = 1
-        for begin in range(0, len(micro), whole) if whole else ():
-            yield slice(begin, min(begin + whole, len(micro)))
-
-    def _key(self, batch: Batch) -> Any:
-        """Return what decides the shapes of all that goes through the stages; every stage knows it."""
-        shapes = [(name, tuple(value.shape)) for name, value in sorted((batch.features | batch.draws).items())]
-        masked = batch.loss_mask is not None
-        return batch.bucket, len(batch.record_id), tuple(shapes), masked, self.chain.kind(batch)
-
-    def _layout(self, key: Any, sample: Batch | Inputs) -> Layout:
-        """Return what stages know of a shape: the first one finds out, the others are sent it once."""
-        if key not in self._layouts:
-            box: list[Any] = [None]
-            if self.leads:
-                with torch.no_grad(), self.device.autocast(self.cfg.training.mixed_precision):
-                    inputs = self._inputs(sample)
-                    chain = self.chain.enter(inputs)[1]
-                riders = tuple(name for name in _RIDERS if getattr(inputs, name) is not None)
-                box = [_moved(Layout(chain, riders, tuple(sorted(inputs.aux_targets))), "cpu")]
-            dist.broadcast_object_list(box, group=self._pp_host, group_src=0)
-            self._layouts[key] = _moved(box[0], self.device.torch_device)
-        return self._layouts[key]
-
-    def _inputs(self, batch: Batch | Inputs) -> Inputs:
-        """Encode, noise and weigh a micro batch, where that is not done yet. Called under autocast."""
-        if isinstance(batch, Inputs):
-            return batch
-        with torch.no_grad():
-            return self.family.inputs(self.device.to_device(batch), self.parts)
-
-    def _run(self, key: Any, work: _Work) -> dict[int, Tensor]:
-        """Run a schedule; return what the last stage made of each micro batch."""
-        count = len(work.batches)
-        schedule = self._schedule((key, count, work.trains), count, work.trains)
-        index = torch.arange(count)
-        args = (index,) if self.leads else ()
-        target = {"target": index} if self._ends and work.trains else {}
-        self._work, self._made = work, {}
-        try:
-            if work.trains:
-                schedule.step(*args, **target, return_outputs=False, index=index)
-            else:
-                with torch.no_grad():
-                    schedule.eval(*args, return_outputs=False, index=index)
-        finally:
-            self._work = None
-        return self._made
-
-    def _schedule(self, key: Any, count: int, trains: bool) -> Any:
-        """Return the schedule for a shape and a number of micro batches; buffers are of that shape."""
-        if key not in self._schedules:
-            device, total = self.device.torch_device, len(self.runs)
-            self._untried = {module.number for module in self._modules}
-            stages = [PipelineStage(m, m.number, total, device, group=self._pp) for m in self._modules]
-            kind = self.cfg.training.pipeline_schedule
-            how = {"loss_fn": (lambda output, _: output.sum()) if trains else None, "scale_grads": False}
-            if len(stages) > 1:
-                self._schedules[key] = _SCHEDULES[kind if trains else "interleaved"](stages, count, **how)
-            else:  # with fewer micro batches than stages there is nothing to alternate
-                plain = not trains or count < self.stages
-                self._schedules[key] = _SCHEDULES["gpipe" if plain else kind](stages[0], count, **how)
-        return self._schedules[key]
-
-    def run_units(self, module: StageModule, received: Sequence[Tensor], place: int) -> Any:
-        """Run one stage on one micro batch: what PipelineStage calls."""
-        work, chain, training = self._work, self.chain, torch.is_grad_enabled()
-        assert work is not None
-        layout = work.layout
-        if module.number in self._untried:
-            # a schedule first finds out shapes, with memory that nobody has written: places in it would be anywhere
-            self._untried.discard(module.number)
-            with torch.no_grad():
-                for tensor in received[: 0 if module.number == 0 else None]:
-                    tensor.zero_()
-        if training:
-            seed, number = self.cfg.training.seed or 0, work.first + place
-            self.device.seed(module_seed(seed, self.position, number, self.dp_rank + self.dp_size * module.number))
-
-        # --- what comes in, and the blocks
-        with self.device.autocast(self.cfg.training.mixed_precision):
-            if module.number == 0:
-                inputs = self._inputs(work.batches[place])
-                carry, _ = chain.enter(inputs)
-                riders = [getattr(inputs, name) for name in layout.riders]
-                riders += [inputs.aux_targets[name] for name in layout.aux]
-            else:
-                names = chain.names(layout.chain, module.units.start)
-                arrived = [_Contiguous.apply(x) if x.requires_grad else x for x in received]
-                carry, riders = dict(zip(names, arrived)), arrived[len(names) :]
-            for number in module.units:
-                carry = chain.unit(number, carry, layout.chain)
-            if module.number < len(self.runs) - 1:
-                names = chain.names(layout.chain, module.units.stop)
-                assert set(names) == carry.keys(), f"{sorted(carry)} behind block {module.units.stop}, not {names}"
-                return tuple(_whole(tensor) for tensor in (*(carry[name] for name in names), *riders))
-            outputs = tuple(output.float() for output in chain.leave(carry, layout.chain))
-        if not work.sums:
-            self._made[place] = outputs[0]
-            return outputs[0]
-
-        # --- the loss
-        tensors = dict(zip(layout.riders, riders))
-        aux = dict(zip(layout.aux, riders[len(layout.riders) :]))
-        time, target, weight, mask = (tensors.get(name) for name in _RIDERS)
-        assert time is not None and target is not None and weight is not None
-        # no loss looks at what entered the first stage
-        terms = self.family.loss_sums(outputs, Inputs(target, time, {}, target, weight, mask, aux))
-        self._terms.learn(terms)
-        vector, batch = self._terms.vector(terms), work.batches[place]
-        if not work.trains:
-            self._made[place] = vector
-            return vector
-        loss = self._terms.loss(terms, self._counts)
-        if isinstance(batch, Batch) and batch.idle:
-            loss, vector = loss * 0.0, torch.zeros_like(vector)
-        self._made[place] = vector
-        return torch.stack([loss if self._scaler is None else self._scaler.scale(loss)])
+        count = len(micro) if trains else 1
+        if PIECES[self.cfg.training.pipeline_schedule] > 1 and count > self.stages:
+            count -= count % self.stages
+        for begin in range(0, len(micro), count):
+            yield slice(begin, min(begin + count, len(micro)))
 
     # ------------------------------------------------------------------ evaluating
 
@@ -392,7 +228,7 @@ class PipelineEngine(CheckpointedEngine):
         sums = self._evaluated(micro)
         if sums is None:
             return {}
-        dist.all_reduce(sums, group=self._pp)
+        dist.all_reduce(sums, group=self._grid.pp)
         return self._terms.sums(sums)
 
     @torch.no_grad()
@@ -401,9 +237,12 @@ class PipelineEngine(CheckpointedEngine):
         shapes = [(name, tuple(value.shape)) for name, value in sorted(inputs.conditions.items())]
         key = ("predict", tuple(inputs.x_t.shape), tuple(inputs.timestep.shape), tuple(shapes))
         with self._evaluating():
-            made = self._run(key, _Work([inputs], self._layout(key, inputs), trains=False, sums=False))
-        output = made[0].contiguous() if self._ends else torch.empty(inputs.x_t.shape, device=self.device.torch_device)
-        dist.broadcast(output, group=self._pp, group_src=self.stages - 1)
+            work = Work([inputs], self._stages.layout(key, inputs), trains=False, sums=False)
+            made = self._stages.run(key, work)
+        output = (
+            made[0].contiguous() if self._grid.ends else torch.empty(inputs.x_t.shape, device=self.device.torch_device)
+        )
+        dist.broadcast(output, group=self._grid.pp, group_src=self.stages - 1)
         return output
 
     @contextmanager
@@ -429,11 +268,11 @@ class PipelineEngine(CheckpointedEngine):
         if inputs is not None:
             like = {"x_t": inputs.x_t, "timestep": inputs.timestep, **inputs.conditions}
             about = {name: (tuple(value.shape), value.dtype) for name, value in like.items()}
-        dist.broadcast_object_list([about], group=self._pp_host, group_src=0)
+        dist.broadcast_object_list([about], group=self._grid.pp_host, group_src=0)
 
     def _receive(self) -> Inputs | None:
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, group=self._pp_host, group_src=0)
+        dist.broadcast_object_list(box, group=self._grid.pp_host, group_src=0)
         if box[0] is None:
             return None
         made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in box[0].items()}
@@ -456,10 +295,10 @@ class PipelineEngine(CheckpointedEngine):
                 mine, value = next(own)
                 assert mine == name, f"{mine} comes where {name} is due"
             box: list[Any] = [value.dtype]
-            dist.broadcast_object_list(box, group=self._pp_host, group_src=holder)
+            dist.broadcast_object_list(box, group=self._grid.pp_host, group_src=holder)
             value = value.contiguous() if holder == self.stage else torch.empty(shape, dtype=box[0])
             if value.numel():
-                dist.broadcast(value.reshape(-1).view(torch.uint8), group=self._pp_host, group_src=holder)
+                dist.broadcast(value.reshape(-1).view(torch.uint8), group=self._grid.pp_host, group_src=holder)
             yield name, value
 
     def snapshot(self) -> NativeSnapshot:
@@ -518,86 +357,24 @@ class PipelineEngine(CheckpointedEngine):
         self._go_to(int(about["position"]), about, schedule_from)
 
 
-# --- A stage of the model
-
-
-class StageModule(nn.Module):
-    """A run of blocks, with what enters or leaves at the ends: the module of a PipelineStage."""
-
-    def __init__(self, engine: PipelineEngine, root: nn.Module, number: int, units: range) -> None:
-        super().__init__()
-        self._engine = (engine,)  # not a module, and so no child
-        self.root, self.number, self.units = root, number, units
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this run's alone: a rank may have several."""
-        run_of = self._engine[0]._run_of
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            if run_of[name.removeprefix("root.")] == self.number:
-                yield name, parameter
-
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
-        """Run on the micro batch of a number, (1,) on the host."""
-        return self._engine[0].run_units(self, received, int(index))
-
-
-class Absent(nn.Module):
-    """Stand where another rank has a module."""
-
-
-def drop(module: nn.Module, kept: set[str], prefix: str = "") -> None:
-    """Give back all weights of a module but those of these names; names stay as they are."""
-    for leaf, child in list(module.named_children()):
-        names = {name for name in child.state_dict()} | {name for name, _ in child.named_parameters()}
-        here = {f"{prefix}{leaf}.{name}" for name in names}
-        if here and not here & kept:
-            module.add_module(leaf, Absent())
-        elif not here <= kept:
-            drop(child, kept, f"{prefix}{leaf}.")
-    for table in (module._parameters, module._buffers):
-        for leaf in list(table):
-            if f"{prefix}{leaf}" not in kept and leaf not in module._non_persistent_buffers_set:
-                table[leaf] = None
-
-
-class _Contiguous(torch.autograd.Function):
-    """Pass a tensor on; its gradient leaves laid out in order, as what is sent has to be."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient.contiguous()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that can be sent, and taken out of its graph in place, as zero-bubble schedules do: no view."""
-    return tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor.contiguous()
-
-
-# --- Updates and messages over stages
-
-
 class AcrossStages(AfterBackward):
     """Clip by the norm over all stages, and skip on all: the norms of all tensors in the order of the whole model."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine._master_weights, engine.optimizer, engine._scaler, engine.cfg.training.max_grad_norm)
-        self._group, self._device = engine._pp, engine.device.torch_device
-        self._places = {name: place for place, name in enumerate(engine._all_trained)}
+        self._group, self._device = engine._grid.pp, engine.device.torch_device
+        self._numbers = {name: number for number, name in enumerate(engine._all_trained)}
 
     def _norm(self, master_weights: MasterWeights, gradients: Sequence[Tensor], seen: Any) -> Tensor:
         """Return the norm, the same bits as of one process; a loss scaler hears of every stage's overflow."""
         names = [name for name, weight in master_weights.weights.items() if weight.grad is not None]
-        each = torch.zeros(len(self._places), device=self._device)
-        each[[self._places[name] for name in names]] = torch.stack(norms(gradients))
-        dist.all_reduce(each, group=self._group)
-        norm = torch.linalg.vector_norm(each)
+        by_tensor = torch.zeros(len(self._numbers), device=self._device)
+        by_tensor[[self._numbers[name] for name in names]] = torch.stack(norms(gradients))
+        dist.all_reduce(by_tensor, group=self._group)
+        norm = torch.linalg.vector_norm(by_tensor)
         if self._scaler is not None:
-            for found in self._scaler._per_optimizer_states[id(seen)]["found_inf_per_device"].values():
-                found.copy_(torch.isfinite(norm).logical_not())
+            for overflow in self._scaler._per_optimizer_states[id(seen)]["found_inf_per_device"].values():
+                overflow.copy_(torch.isfinite(norm).logical_not())
         return norm
 
 
@@ -613,29 +390,3 @@ def _messages(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.numel()
     if message:
         yield message
-
-
-def _moved(layout: Layout, device: Any) -> Layout:
-    """Bring the tensors of a layout to a device."""
-    chain = layout.chain
-    fields = getattr(chain, "__dataclass_fields__", None)
-    if fields is not None:
-        values = {name: getattr(chain, name) for name in fields}
-        chain = type(chain)(**pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values))
-    return layout._replace(chain=chain)
-
-
-def _groups(stages: int, dp_size: int, timeout_min: float | None, rank: int) -> tuple[Any, Any, Any]:
-    """Make the groups of every replica's stages, for tensors and on the host, and of every stage's replicas.
-
-    All ranks make all of them, in one order; this rank's are returned.
-    """
-    timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-
-    def made(members: list[list[int]], backend: str | None = None) -> Any:
-        groups = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
-        return next(group for group, ranks in zip(groups, members) if rank in ranks)
-
-    pipelines = [[stage * dp_size + replica for stage in range(stages)] for replica in range(dp_size)]
-    replicas = [[stage * dp_size + replica for replica in range(dp_size)] for stage in range(stages)]
-    return made(pipelines), made(pipelines, "gloo"), made(replicas) if dp_size > 1 else None

@@ -98,7 +98,7 @@ class SDXLFamily(UNetFamily):
         own, corner = torch.tensor(size_hw).repeat(count, 1), torch.zeros((count, 2), dtype=torch.int64)
         return dict(zip(SIZE_FEATURES, (own, corner, own), strict=True))
 
-    def told(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the states of both text encoders side by side; beside them a vector of the second, and the sizes."""
         first, second = conditions["hidden_1"], conditions["hidden_2"]
         hidden = torch.cat([first, second.to(first.dtype)], dim=-1)

@@ -25,7 +25,7 @@ _TEXT_AFTER, _IMAGE_AFTER = "text_after.", "image_after."
 
 
 @dataclass(frozen=True)
-class Layout:
+class PassLayout:
     """What all micro batches of a shape share. names: of the tokens' tensors. absent: of Tokens.more, where None is."""
 
     size: tuple[int, ...]
@@ -64,7 +64,7 @@ class TransformerChain:
         cfg = self._family.cfg
         return routing.places_of(cfg, batch) is not None, repa.is_on(cfg, batch)
 
-    def enter(self, inputs: Inputs) -> tuple[Carry, Layout]:
+    def enter(self, inputs: Inputs) -> tuple[Carry, PassLayout]:
         """Make tokens of inputs; text encoders that are trained run here."""
         root = self._root
         conditions = root.text(inputs.conditions)
@@ -74,12 +74,12 @@ class TransformerChain:
         named = {_IMAGE: tokens.image, _TEXT: tokens.text, _TEMB: tokens.temb, **more}
         carry: Carry = {name: value for name, value in named.items() if value is not None}
         keeps = KEEP in conditions and root.span is not None
-        layout = Layout(tokens.size, tokens.rope, tuple(carry), absent, keeps, repa.TERM in inputs.aux_targets)
+        layout = PassLayout(tokens.size, tokens.rope, tuple(carry), absent, keeps, repa.TERM in inputs.aux_targets)
         if keeps:
             carry[KEEP] = conditions[KEEP]
         return self._packed(passes.entered(tokens, self._plan(carry, layout)), carry, layout, 0), layout
 
-    def names(self, layout: Layout, number: int) -> list[str]:
+    def names(self, layout: PassLayout, number: int) -> list[str]:
         """Name what arrives at unit `number`."""
         root, names = self._root, list(layout.names)
         if layout.keeps:
@@ -93,23 +93,23 @@ class TransformerChain:
             names.append(f"{_IMAGE_AFTER}{root.align_layer}")
         return names
 
-    def unit(self, number: int, carry: Carry, layout: Layout) -> Carry:
+    def unit(self, number: int, carry: Carry, layout: PassLayout) -> Carry:
         """Run block `number`, counted from 0."""
         root, plan = self._root, self._plan(carry, layout)
         underway, block = self._unpacked(carry, layout), root.get_submodule(self.units[number])
         underway = passes.passed(self._family, root.denoiser, number + 1, block, underway, plan)
         return self._packed(underway, carry, layout, number + 1)
 
-    def leave(self, carry: Carry, layout: Layout) -> tuple[Tensor, ...]:
+    def leave(self, carry: Carry, layout: PassLayout) -> tuple[Tensor, ...]:
         """Turn what left the last block into the root's outputs."""
         root, plan = self._root, self._plan(carry, layout)
         out = passes.left(self._family, root.denoiser, self._unpacked(carry, layout), plan)
         return root.outputs(out, align=layout.aligns)
 
-    def _plan(self, carry: Carry, layout: Layout) -> passes.PassPlan:
+    def _plan(self, carry: Carry, layout: PassLayout) -> passes.PassPlan:
         return self._root.plan(carry.get(KEEP), align=layout.aligns)
 
-    def _unpacked(self, carry: Carry, layout: Layout) -> Underway:
+    def _unpacked(self, carry: Carry, layout: PassLayout) -> Underway:
         def numbered(prefix: str) -> dict[int, Tensor]:
             return {int(name.removeprefix(prefix)): v for name, v in carry.items() if name.startswith(prefix)}
 
@@ -118,15 +118,15 @@ class TransformerChain:
         tokens = Tokens(carry[_IMAGE], carry.get(_TEXT), carry[_TEMB], layout.size, layout.rope, more)
         return Underway(tokens, carry.get(_WAITING), numbered(_TEXT_AFTER), numbered(_IMAGE_AFTER))
 
-    def _packed(self, underway: Underway, before: Carry, layout: Layout, number: int) -> Carry:
+    def _packed(self, underway: Underway, before: Carry, layout: PassLayout, number: int) -> Carry:
         """Name the tensors of a pass behind `number` blocks; the target of reconstructed text gets no gradient."""
         tokens, target = underway.tokens, self._root.target_layer
         carry: dict[str, Any] = {_IMAGE: tokens.image, _TEXT: tokens.text, _TEMB: tokens.temb}
         carry |= {f"{_MORE}{name}": value for name, value in tokens.more.items()}
         carry |= {KEEP: before.get(KEEP), _WAITING: underway.waiting}
-        for place, text in underway.text_after.items():
-            carry[f"{_TEXT_AFTER}{place}"] = text.detach() if place == target else text
-        carry |= {f"{_IMAGE_AFTER}{place}": image for place, image in underway.image_after.items()}
+        for behind, text in underway.text_after.items():
+            carry[f"{_TEXT_AFTER}{behind}"] = text.detach() if behind == target else text
+        carry |= {f"{_IMAGE_AFTER}{behind}": image for behind, image in underway.image_after.items()}
         return {name: value for name, value in carry.items() if value is not None}
 
 

@@ -100,7 +100,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
         chunks = chunks_of(self.cfg.model.max_token_length)
         return flops.unet_step_flops(self.source.sizes, self.texts, latent, num_chunks=chunks, trained=self.rates)
 
-    def told(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return what the UNet reads across, (B, L, D), and what is added to its time embedding, by diffusers' names."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
         self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
     ) -> passes.PassOutputs:
         """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,)."""
-        hidden, added = self.told(conditions)
+        hidden, added = self.unet_conditions(conditions)
         return passes.PassOutputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
 
     def chain(self, root: nn.Module) -> UNetChain:  # type: ignore[override]
@@ -231,7 +231,7 @@ class OneEncoderFamily(UNetFamily):
         """Return which state is read: the norm stands behind any of them, and the output is the last one's."""
         return "last" if self.clip_skip == 1 else -self.clip_skip
 
-    def told(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the states of the text encoder, and nothing beside them."""
         return conditions["hidden_1"], None
 
@@ -262,7 +262,7 @@ class UNetChain:
     def enter(self, inputs: Inputs) -> tuple[Carry, tuple[int, int]]:
         """Run the text encoders that are trained, the embedding of the time and the first convolution."""
         root, unet = self._root, self._root.denoiser
-        hidden, added = self._family.told(root.text(inputs.conditions))
+        hidden, added = self._family.unet_conditions(root.text(inputs.conditions))
         emb = unet.time_embedding(unet.get_time_embed(sample=inputs.x_t, timestep=inputs.timestep))
         extra = unet.get_aug_embed(emb=emb, encoder_hidden_states=hidden, added_cond_kwargs=added)
         emb = emb if extra is None else emb + extra
@@ -278,21 +278,21 @@ class UNetChain:
 
     def unit(self, number: int, carry: Carry, layout: tuple[int, int]) -> Carry:
         """Run block `number`, counted from 0."""
-        unet, place = self._root.denoiser, number - len(self._pushes) - 1
+        unet, level = self._root.denoiser, number - len(self._pushes) - 1
         block = unet.get_submodule(self._blocks[number])
         sample, emb, hidden = carry[_SAMPLE], carry[_EMB], carry[_HIDDEN]
         skips = [carry[f"{_SKIP}{i}"] for i in range(len(carry) - 3)]
         cross = {"encoder_hidden_states": hidden} if getattr(block, "has_cross_attention", False) else {}
-        if place < -1:
+        if level < -1:
             sample, residuals = block(hidden_states=sample, temb=emb, **cross)
             skips += residuals
-        elif place == -1:
+        elif level == -1:
             sample = block(sample, emb, **cross)
         else:
-            taken, skips = skips[-self._takes[place] :], skips[: -self._takes[place]]
+            taken, skips = skips[-self._takes[level] :], skips[: -self._takes[level]]
             # sides that do not halve evenly are brought back to the residual's own
             odd = any(side % 2**unet.num_upsamplers for side in layout)
-            size = tuple(skips[-1].shape[2:]) if odd and place < len(self._takes) - 1 else None
+            size = tuple(skips[-1].shape[2:]) if odd and level < len(self._takes) - 1 else None
             sample = block(
                 hidden_states=sample, temb=emb, res_hidden_states_tuple=tuple(taken), upsample_size=size, **cross
             )
