@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from difftrain.config.rules.engine import waiting_share
@@ -95,45 +95,53 @@ def _balanced(weights: Sequence[int], stages: int) -> list[range]:
     return runs_found[::-1]
 
 
-# --- How a model is cut, as the configuration says, and in words
+# --- A model as the configuration cuts it, and in words
 
 
-def runs_of(cfg: TrainConfig, chain: Chain, root: nn.Module) -> list[range]:
-    """Cut a chain as the configuration says. Raises ConfigFault."""
-    training = cfg.training
-    sizes = dict.fromkeys(range(-1, len(chain.units) + 1), 0)
-    for name, parameter in root.named_parameters():
-        sizes[chain.owner(name)] += parameter.numel()
-    units = [Unit(n, type(root.get_submodule(n)).__name__, sizes[i]) for i, n in enumerate(chain.units)]
-    total = training.pipeline_stages * PIECES[training.pipeline_schedule]
-    ends = {"entering": sizes[-1], "leaving": sizes[len(units)]}
-    return cut(units, total, training.partition_method, training.partition_split, **ends)
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut. units: names of its blocks; runs: their numbers in each stage; run_of: the stage of each weight."""
 
+    units: list[str]
+    runs: list[range]
+    run_of: dict[str, int]
+    sizes: dict[str, int]
 
-def cut_lines(
-    cfg: TrainConfig,
-    runs: Sequence[range],
-    chain: Chain,
-    run_of: Mapping[str, int],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> list[str]:
-    """Say which blocks and how many weights each stage has, and how long ranks wait for one another."""
-    training = cfg.training
-    counts = [0] * len(runs)
-    for name, shape in shapes.items():
-        counts[run_of[name]] += prod(shape)
-    lines = [
-        f"stage {number + 1} of {len(runs)}: {_blocks(chain.units, run)}, {count:,} parameters"
-        for number, (run, count) in enumerate(zip(runs, counts))
-    ]
-    share = waiting_share(training.pipeline_stages, training.accumulation, training.pipeline_schedule)
-    lines.append(
-        f"pipeline: {training.pipeline_stages} stages, schedule {training.pipeline_schedule}, "
-        f"{training.accumulation} micro batches a step: {100 * share:.0f} % of a step is spent waiting"
-    )
-    return lines
+    @classmethod
+    def of(cls, cfg: TrainConfig, chain: Chain, root: nn.Module) -> Cut:
+        """Cut a root, whole or without memory, as the configuration says. Raises ConfigFault."""
+        training = cfg.training
+        sizes = {name: value.numel() for name, value in (*root.state_dict().items(), *root.named_parameters())}
+        held = dict.fromkeys(range(-1, len(chain.units) + 1), 0)
+        for name, size in sizes.items():
+            held[chain.owner(name)] += size
+        units = [Unit(n, type(root.get_submodule(n)).__name__, held[i]) for i, n in enumerate(chain.units)]
+        total = training.pipeline_stages * PIECES[training.pipeline_schedule]
+        ends = {"entering": held[-1], "leaving": held[len(units)]}
+        runs = cut(units, total, training.partition_method, training.partition_split, **ends)
+        run_of = {number: run for run, numbers in enumerate(runs) for number in numbers}
+        run_of |= {-1: 0, len(units): total - 1}
+        return cls(chain.units, runs, {name: run_of[chain.owner(name)] for name in sizes}, sizes)
 
+    def lines(self, cfg: TrainConfig) -> list[str]:
+        """Say which blocks and how many weights each stage has, and how long ranks wait for one another."""
+        training = cfg.training
+        counts = [0] * len(self.runs)
+        for name, size in self.sizes.items():
+            counts[self.run_of[name]] += size
+        device = [f" (device {n % training.pipeline_stages + 1})" for n in range(len(counts))]
+        several = len(counts) > training.pipeline_stages
+        lines = [
+            f"stage {n + 1} of {len(counts)}{device[n] if several else ''}: {self._blocks(run)}, {counts[n]:,} parameters"
+            for n, run in enumerate(self.runs)
+        ]
+        share = waiting_share(training.pipeline_stages, training.accumulation, training.pipeline_schedule)
+        lines.append(
+            f"pipeline: {training.pipeline_stages} stages, schedule {training.pipeline_schedule}, "
+            f"{training.accumulation} micro batches a step: devices wait {100 * share:.0f} % of the time for one another"
+        )
+        return lines
 
-def _blocks(units: Sequence[str], run: range) -> str:
-    first, last = units[run.start], units[run.stop - 1]
-    return first if first == last else f"{first} to {last}"
+    def _blocks(self, run: range) -> str:
+        first, last = self.units[run.start], self.units[run.stop - 1]
+        return first if first == last else f"{first} to {last}"

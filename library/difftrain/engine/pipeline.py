@@ -29,7 +29,7 @@ from difftrain.engine.checkpointing import CheckpointedEngine, check_compatibili
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.master_weights import MasterWeights, norms
 from difftrain.engine.optimizer_state import merge_states
-from difftrain.engine.partition import STAGES, cut_lines, runs_of
+from difftrain.engine.partition import STAGES, Cut
 from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader, NativeSnapshot
 from difftrain.engine.stages import Grid, Stages, Work, drop
 from difftrain.engine.update import TOTAL, AfterBackward, Update
@@ -73,12 +73,9 @@ class PipelineEngine(CheckpointedEngine):
         self._all_groups = self.family.param_groups(root)
 
         # --- which stage each weight is of
-        total = self.stages * PIECES[self.cfg.training.pipeline_schedule]
-        self.runs = runs_of(self.cfg, self.chain, root)
-        run_of = {number: run for run, numbers in enumerate(self.runs) for number in numbers}
-        run_of |= {-1: 0, len(self.chain.units): total - 1}
-        stored = [*root.state_dict(), *(name for name, _ in root.named_parameters())]
-        self._run_of = {name: run_of[self.chain.owner(name)] for name in dict.fromkeys(stored)}
+        cut = Cut.of(self.cfg, self.chain, root)
+        self.runs, self._run_of = cut.runs, cut.run_of
+        self.parts.notes += cut.lines(self.cfg)
         trained = {self._run_of[name] % self.stages for name in self._all_trained}
         if idle := sorted(set(range(self.stages)) - trained) if trained else []:
             what = f"stage {idle[0] + 1} of {self.stages} would hold frozen weights alone"
@@ -111,10 +108,6 @@ class PipelineEngine(CheckpointedEngine):
 
     def _make_update(self, groups: list[Group]) -> Update:
         return AcrossStages(self)
-
-    def sentences(self) -> list[str]:
-        """Say how the model is cut, and what that costs."""
-        return cut_lines(self.cfg, self.runs, self.chain, self._run_of, self._all_shapes)
 
     # ------------------------------------------------------------------ stepping
 

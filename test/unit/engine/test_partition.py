@@ -12,7 +12,7 @@ from difftrain.config.parse_flags import parse
 from difftrain.config.rules.engine import waiting_share
 from difftrain.config.schema.sections import TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.partition import Unit, cut, cut_lines, runs_of
+from difftrain.engine.partition import Cut, Unit, cut
 from difftrain.testing.family import TinyChain, TinyFamily
 
 PICTURES = "."
@@ -71,12 +71,12 @@ def test_a_model_is_cut_by_its_own_weights_and_that_is_said() -> None:
     training = TrainingSection(pipeline_stages=2, accumulation=4)
     cfg, root = TrainConfig(training=training), TinyFamily(blocks=6).load().root
     chain: Any = TinyChain(root)
-    runs = runs_of(cfg, chain, root)
-    assert sizes(runs) == [3, 3]
-    shapes = {name: tuple(value.shape) for name, value in root.named_parameters()}
-    run_of = {name: int(chain.owner(name) >= 3) for name in shapes}
-    lines = cut_lines(cfg, runs, chain, run_of, shapes)
-    held = [sum(v.numel() for name, v in root.named_parameters() if run_of[name] == stage) for stage in (0, 1)]
+    made = Cut.of(cfg, chain, root)
+    assert sizes(made.runs) == [3, 3]
+    own = [[name for name, run in made.run_of.items() if run == stage] for stage in (0, 1)]
+    assert "first.weight" in own[0] and "blocks.2.1.weight" in own[0] and "last.bias" in own[1]
+    held = [sum(root.get_parameter(name).numel() for name in names_of) for names_of in own]
+    lines = made.lines(cfg)
     for stage, (first, last) in enumerate((("blocks.0", "blocks.2"), ("blocks.3", "blocks.5"))):
         assert names(lines[stage], f"stage {stage + 1} of 2", first, last, f"{held[stage]:,} parameters")
     assert names(lines[-1], "1f1b", "4 micro batches", "20 %")

@@ -22,6 +22,7 @@ from difftrain.data.plan.plan import EVERY, EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.device.free_memory import free_memory
 from difftrain.distributed.launch import Launch
+from difftrain.engine.partition import Cut
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
 from difftrain.evaluation.losses import TENTHS
@@ -67,7 +68,7 @@ def dry_run(
     takes a while.
     """
     # --- model and family, as far as they are here
-    ranks = Launch.from_environment().size
+    ranks = cfg.replicas(Launch.from_environment().size)
     hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
@@ -75,6 +76,8 @@ def dry_run(
         f"would be fetched for {file.flag}: {file.kind} {file.id}, from {file.id.hub or endpoint()}" for file in missing
     ]
     log(f"model: {model_line(cfg, parts)}")
+    for line in stage_lines(cfg, family, parts):
+        log(line)
 
     # --- what hangs on files that are not here yet is left out
     if coming or parts is None:
@@ -140,6 +143,14 @@ def dry_run(
         log(line)
     log("dry run: nothing was trained and no device was touched")
     return 0
+
+
+def stage_lines(cfg: TrainConfig, family: Family, parts: Parts | None) -> list[str]:
+    """Say how the model is cut into the stages of a pipeline, where it is."""
+    if cfg.training.pipeline_stages == 1 or parts is None:
+        return []
+    lines = Cut.of(cfg, family.chain(parts.root), parts.root).lines(cfg)
+    return [*lines, "pipeline: memory is estimated for the whole model; a device holds its stage of it"]
 
 
 def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
