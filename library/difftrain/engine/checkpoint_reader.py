@@ -161,8 +161,7 @@ class CheckpointReader:
         """Yield names file by file, so that each is read from its start to its end."""
         seen: set[str] = set()
         for file in self._files.values():
-            for key in sorted(file.entries.keys() - seen):
-                yield key
+            yield from sorted(file.entries.keys() - seen)
             seen |= file.entries.keys()
 
     def _joined(self, parts: list[Tensor], key: str, want: FlatRange) -> Tensor:

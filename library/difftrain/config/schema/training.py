@@ -79,10 +79,10 @@ class TrainingSection(Section):
     max_skipped_steps: PositiveInt = Field(10, description="non-finite steps in a row after which the run stops")
 
     # what runs the steps, on what
-    engine: Literal["native", "fsdp", "accelerate"] = Field(
+    engine: Literal["native", "accelerate", "fsdp"] = Field(
         "native",
-        description="what runs the steps; fsdp: weights, gradients and optimizer state are sharded over the devices;"
-        " accelerate: docs/engines.md; unset: native, or accelerate with {deepspeed.enable=true}",
+        description="what runs the steps; accelerate: docs/engines.md; fsdp: weights, gradients and optimizer state are"
+        " sharded over the devices; unset: native, or accelerate with {deepspeed.enable=true}",
     )
     device: str = Field("auto", description="kind of device; auto: the best that is there")
     threads: PositiveInt | None = Field(None, description="CPU threads of a process; unset: torch's choice")
@@ -93,7 +93,7 @@ class TrainingSection(Section):
 
 
 class FsdpSection(Section):
-    """What {training.engine=fsdp} shards over which ranks, and when it gathers and reduces."""
+    """FSDP2: what is sharded over which ranks, and when it is gathered and reduced."""
 
     shard: Literal["full", "hybrid"] | None = Field(
         None,
