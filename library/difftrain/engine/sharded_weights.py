@@ -89,7 +89,7 @@ class ParameterShard:
         own = rows.new_zeros((self._rows, *self.shape[1:]), device=self._group.device)
         own[: len(rows)] = rows
         padded = own.new_empty((self._rows * self._group.size, *self.shape[1:]))
-        dist.all_gather_into_tensor(padded, own, group=self._group.group)
+        dist.all_gather_single(padded, own, group=self._group.group)
         return padded[: self.shape[0]]
 
     def cut(self, tensor: Tensor) -> Tensor:

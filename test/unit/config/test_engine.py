@@ -7,7 +7,7 @@ from refusals import is_about, names
 
 from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
-from difftrain.config.rules.engine import _BY_ROWS, _ELEMENTWISE, accelerate, deepspeed
+from difftrain.config.rules.engine import _BY_ROWS, _ELEMENTWISE, accelerate, deepspeed, fsdp
 from difftrain.config.rules.finding import check
 from difftrain.config.rules.optimizer import patterns
 from difftrain.config.schema.sections import TrainConfig
@@ -83,7 +83,6 @@ FAULTS = [
     (f"{FSDP} --full_bf16 --mixed_precision=bf16", "--full_bf16 --engine=fsdp"),
     (f"{FSDP} --torch_compile", "--torch_compile --engine=fsdp"),
     (f"{FSDP} --fp8_base_unet", "--fp8_base_unet --engine=fsdp"),
-    (f"{FSDP} --demo --demo_score", "--demo_score --engine=fsdp"),
     (f"{FSDP} --optimizer_type=oss", "--optimizer_type oss --engine=fsdp AdamW"),
     (f"{FSDP} --optimizer_type=AdamW8bit", "--optimizer_type AdamW8bit tensors --engine=fsdp"),
     (f"{FSDP} --optimizer_type=PagedAdamW", "--optimizer_type PagedAdamW tensors --engine=fsdp"),
@@ -177,3 +176,10 @@ def test_pictures_want_whole_weights_and_losses_do_not(stage: int):
     faults, _ = check(TrainConfig.model_validate(told), (deepspeed,), set(), set(), {})
     refused = [fault.where for fault in faults if names(fault.what, "--zero_stage=3")]
     assert refused == (["--sample_prompts", "[eval] kid", "--demo_score"] if stage == 3 else [])
+
+
+def test_measures_whose_ranks_draw_by_themselves_are_refused_and_samples_are_not():
+    sets = ({"name": "held", "config": "held.toml"},)
+    asked = {"eval": {"sets": sets, "kid": True}, "demo": {"score": True}, "sample": {"prompts": "prompts.txt"}}
+    faults, _ = check(TrainConfig.model_validate(asked | {"training": {"engine": "fsdp"}}), (fsdp,), set(), set(), {})
+    assert [fault.where for fault in faults] == ["[eval] kid", "--demo_score"]
