@@ -54,7 +54,7 @@ STORAGE_DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
-_ENGINES = ("native", "accelerate", "deepspeed")
+_ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
@@ -238,8 +238,13 @@ KEYS: tuple[Row, ...] = (
     key("x_axis_examples", "monitoring -", "logging.x_axis_examples"),
     # [engine]
     key("type", "engine", "?engine",
-        "native or accelerate; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
+        "native, accelerate or fsdp; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
     key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
+    key("shard", "engine -", "fsdp.shard"),
+    key("shard_size", "engine -", "fsdp.shard_size"),
+    key("fsdp_reshard_after_forward", "engine -", "fsdp.reshard_after_forward"),
+    key("fsdp_reduce", "engine -", "fsdp.reduce"),
+    key("fsdp_cpu_offload", "engine -", "fsdp.cpu_offload"),
     key("device", "engine", "training.device"),
     key("threads", "engine", "training.threads"),
 )
