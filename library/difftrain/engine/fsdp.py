@@ -110,8 +110,9 @@ class FsdpEngine(CheckpointedEngine):
     def _precision(self) -> MixedPrecisionPolicy:
         """Gather half weights where the model computes with such; masters and sums are fp32.
 
-        Autocast alone would gather fp32, twice the bytes, and keep its half copies of all weights until the backward:
-        nothing of the model would be sharded then.
+        Autocast alone is no nearer to one device's losses (both within 4e-4 over eight steps of tiny families, as far as
+        bf16 itself is from fp32). It would gather fp32, twice the bytes, and keep its half copies of all weights until
+        the backward: nothing of the model would be sharded then.
         """
         half = DTYPES.get(self.cfg.training.mixed_precision)
         # inputs stay as autocast wants them

@@ -118,7 +118,7 @@ class ShardedWeights(MasterWeights):
             # which weights are matrices is asked of whole ones: a rank may have one row of them, or none
             matrices = group.matrices
             if matrices is None:
-                matrices = {name for name, weight in group.named_params if is_matrix(name, weight)}
+                matrices = frozenset(name for name, weight in group.named_params if is_matrix(name, weight))
             rows = [(name, self.weights[names[id(weight)]]) for name, weight in group.named_params]
             made.append(replace(group, named_params=rows, matrices=matrices))
         return made

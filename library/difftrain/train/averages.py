@@ -137,7 +137,8 @@ class Averages:
     def write(self, folder: Path) -> list[Path]:
         """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
         written = []
-        for kind, average in (*([(PLAIN, self.ema)] if self.ema is not None else []), *self._by_width()):
+        moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
+        for kind, average in (*moving, *self._by_width()):
             file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
             if file is not None:
                 written.append(folder / file.name)
