@@ -72,6 +72,7 @@ class Engine(Protocol):
     dp_rank: int
     dp_size: int
     is_logger: bool
+    all_forward: bool  # no rank holds the weights whole: every forward takes all ranks
     leads: bool  # whether this rank draws for its replica, see `led`
 
     def faults(self) -> list[str]: ...
@@ -103,6 +104,9 @@ class Engine(Protocol):
     # others answer its calls until it has left, and get None
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of the whole model, whoever holds it
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
+    def drawing(
+        self,
+    ) -> AbstractContextManager[None]: ...  # in it modules of the root may be called, not the root alone
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
     def averaged_weights(

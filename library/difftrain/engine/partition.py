@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from difftrain.config.rules.engine import waiting_share
+from difftrain.config.rules.pipeline import waiting_share
 from difftrain.config.schema.names import BY_HAND, BY_KIND, BY_PARAMETERS, EVENLY, PIECES
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault

@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from difftrain.config.rules.engine import processes_fault
+from difftrain.config.rules.pipeline import processes_fault
 from difftrain.config.schema.names import PIECES
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Fault, Group, Inputs, Stats, TensorFile
 from difftrain.engine.base import MakeOptimizer
-from difftrain.engine.checkpointing import CheckpointedEngine, check_compatibility, engine_file
+from difftrain.engine.checkpoint_reader import FlatRange, Shape
+from difftrain.engine.checkpointing import CheckpointedEngine, RankShare
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.master_weights import MasterWeights, norms
-from difftrain.engine.optimizer_state import merge_states
 from difftrain.engine.partition import STAGES, Cut
-from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader, NativeSnapshot
 from difftrain.engine.stages import Grid, Stages, Work, drop
-from difftrain.engine.update import TOTAL, AfterBackward, Update
+from difftrain.engine.update import TOTAL, AfterBackward, Update, found_overflow
 from difftrain.optim import estimate
 
 if TYPE_CHECKING:
@@ -294,30 +291,13 @@ class PipelineEngine(CheckpointedEngine):
                 dist.broadcast(value.reshape(-1).view(torch.uint8), group=self._grid.pp_host, group_src=holder)
             yield name, value
 
-    def snapshot(self) -> NativeSnapshot:
-        """Copy what this rank has to write: the first replica writes, each rank of it its stage."""
-        self._must_not_be_swapped()
-        self._snapshots += 1
-        snapshots = self._snapshots
-        weights = self._own_state()
-        names = set(weights) if self.dp_rank == 0 else set()
+    def _share(self) -> RankShare:
+        """Choose what this rank writes: the first replica writes, each rank of it its stage."""
+        own = self._own_state()
+        names = set(own) if self.dp_rank == 0 else set()
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(names, kept.__setitem__)
-        engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
-        chosen = self._master_weights.chosen(names, weights)
-        copies = self._buffers.copy((f"{WEIGHTS} {name}", value) for name, value in chosen)
-        state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
-        self.device.synchronise()
-        if not names:
-            return NativeSnapshot([], engine, lambda: snapshots == self._snapshots)
-        number = self.ranks.rank
-        tensors = {name: copies[f"{WEIGHTS} {name}"] for name in names}
-        state = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
-        files = [
-            TensorFile(f"{WEIGHTS}-{number:05d}.safetensors", tensors, {}),
-            TensorFile(f"{OPTIMIZER}-{number:05d}.safetensors", state, {"states": json.dumps(states)}),
-        ]
-        return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+        return RankShare(self._master_weights.chosen(names, own), states, kept)
 
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages: in the first replica those of its stage."""
@@ -325,29 +305,12 @@ class PipelineEngine(CheckpointedEngine):
             return None
         return TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", averages, about)
 
-    @torch.no_grad()
-    def restore(self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0) -> None:
-        """Take this stage's part of everything back (see CheckpointedEngine.restore)."""
-        self._must_not_be_swapped()
-        about = next((header for header in self.ranks.gather(engine_file(path)) if header is not None), None)
-        if about is None:
-            raise ConfigFault([Fault(option("save.resume"), f"{path} has no engine.json", "give a folder ...-state")])
-        weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
-        states = merge_states(stored.metadata)
-        own, needed = self._own_state(), states if optimizer else None
-        check_compatibility(path, about, weights, needed, self._all_shapes, self._all_trained, self._state.kind)
-        for name, tensor in weights.tensors(own.__contains__):
-            self._master_weights.take(name, tensor, own[name])
-        self._master_weights.taken()
-        if optimizer:
-            owned = set(self._state.owned)
-            tensors = stored.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
-            groups = about["groups"] if params else [{} for _ in about["groups"]]
-            self._state.load(states, groups, tensors)
-        self._restore_scaler(about)
-        if not (optimizer and params):
-            about = {**about, "schedule": {}}
-        self._go_to(int(about["position"]), about, schedule_from)
+    def _stored_shapes(self) -> tuple[Mapping[str, Shape], Iterable[str]]:
+        return self._all_shapes, self._all_trained
+
+    def _held(self, name: str, shape: Shape) -> FlatRange | None:
+        """Return all of a weight of this stage."""
+        return FlatRange(0, shape) if self._run_of[name] % self.stages == self.stage else None
 
 
 class AcrossStages(AfterBackward):
@@ -366,7 +329,7 @@ class AcrossStages(AfterBackward):
         dist.all_reduce(by_tensor, group=self._group)
         norm = torch.linalg.vector_norm(by_tensor)
         if self._scaler is not None:
-            for overflow in self._scaler._per_optimizer_states[id(seen)]["found_inf_per_device"].values():
+            for overflow in found_overflow(self._scaler, seen):
                 overflow.copy_(torch.isfinite(norm).logical_not())
         return norm
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
-from difftrain.engine.snapshot import CheckpointReader
+from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -137,10 +137,8 @@ class Averages:
     def write(self, folder: Path) -> list[Path]:
         """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
         written = []
-        averages: list[tuple[str, Ema | PowerEma]] = [*self._by_width()]
-        if self.ema is not None:
-            averages.insert(0, (PLAIN, self.ema))
-        for kind, average in averages:
+        moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
+        for kind, average in (*moving, *self._by_width()):
             file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
             if file is not None:
                 written.append(folder / file.name)
@@ -186,9 +184,19 @@ class Averages:
             ema.updates = int(reader.metadata[0][UPDATES])
 
     def _load(self, average: Average, reader: CheckpointReader) -> None:
-        """Take the averages of the weights that this rank holds. Raises KeyError or ValueError where they differ."""
-        own = {name for name, _, _ in self.engine.shards()}
-        average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(own.__contains__)})
+        """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
+        held = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+        trained = self.engine.trained_shapes()
+
+        def wanted(name: str, shape: Shape) -> FlatRange | None:
+            if name in trained and name not in held:
+                return None  # another rank's
+            extent, own = held.get(name, (Extent(shape, 0), shape))
+            if extent.shape != shape:
+                raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
+            return FlatRange(extent.offset, own)
+
+        average.load_state_dict({name: tensor.clone() for name, tensor in reader.ranges(wanted)})
 
     # --- snapshots
 

@@ -15,7 +15,7 @@ from difftrain.config.schema.names import FLOW_SAMPLERS
 from difftrain.config.spellings.spelling import is_kohyas, option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
-from difftrain.sampling import Prompt, PromptFile, draw_grid, read_prompts
+from difftrain.sampling import Prompt, PromptFile, draw_grid, draw_pictures, read_prompts
 from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
@@ -90,21 +90,28 @@ class Drawing:
         self.draw(at)
 
     def draw(self, at: Position) -> None:
-        """Draw from the weights as they stand, on the first replica, while the others wait at the next step."""
+        """Draw from the weights as they stand, on the first replica, while the others wait at the next step.
+
+        Where a forward takes all ranks, all draw the same, and the logger alone writes; of a pipeline the rank that leads
+        draws, and the others answer its calls.
+        """
         if not self._prompts:
             return
-        draws = self._model.engine.dp_rank == 0
+        engine = self._model.engine
+        draws = engine.dp_rank == 0 or engine.all_forward
         with heartbeat(self._ranks, draws):
-            if draws and self._model.engine.leads:
+            if draws and engine.leads:
                 self._draw_here(at)
             elif draws:
-                with self._model.averages.drawable()[0], self._model.engine.led():
+                with self._model.averages.drawable()[0], engine.led():
                     pass  # the rank that leads has drawn
 
     def _draw_here(self, at: Position) -> None:
         cfg, parts, engine = self._cfg, self._model.parts, self._model.engine
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
-        if (cfg.output_dir / FOLDER).is_file():  # it asks for samples, and would be in the way of these
+        if (
+            self._ranks.is_logger and (cfg.output_dir / FOLDER).is_file()
+        ):  # it asks for samples, and would be in the way of these
             (cfg.output_dir / FOLDER).unlink(missing_ok=True)
         weights, description = self._model.averages.drawable()
         with (
@@ -112,11 +119,16 @@ class Drawing:
             during(SAMPLING),
             weights,
             on_device(parts, self._device),
+            engine.drawing(),
             self._device.autocast(cfg.training.mixed_precision),
             engine.led() as predict,
         ):
+            drawer = self._model.family.drawer(parts, predict)
+            if not self._ranks.is_logger:
+                draw_pictures(drawer, self._prompts, sampler=sampler_of(cfg), seed=cfg.training.seed)
+                return
             grid = draw_grid(
-                self._model.family.drawer(parts, predict),
+                drawer,
                 self._prompts,
                 cfg.output_dir / FOLDER,
                 cfg.save.output_name,

@@ -18,7 +18,7 @@ from difftrain import optim
 from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
 from difftrain.config.reads import recorded, refuse_unread
-from difftrain.config.rules.engine import processes_fault
+from difftrain.config.rules.pipeline import processes_fault
 from difftrain.config.schema.sections import CacheSection
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault

@@ -9,7 +9,7 @@ import pytest
 from refusals import is_about, names
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.rules.engine import waiting_share
+from difftrain.config.rules.pipeline import waiting_share
 from difftrain.config.schema.sections import TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.partition import Cut, Unit, cut

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 from difftrain.config.hidden_imports import is_installed
 from difftrain.config.paths import expanded, is_folder
-from difftrain.config.rules.finding import Finding, Rule, value_of
+from difftrain.config.rules.finding import Finding, Rule
+from difftrain.config.rules.pipeline import pipeline
 from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
 from difftrain.config.schema.rates import is_named, is_schedule_free
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.schema.validate import default_of
 from difftrain.config.spellings.spelling import option
 
 _ALIGNS = "has no effect: repa.encoder names no folder"
@@ -154,6 +153,10 @@ _ELEMENTWISE = (
 
 _THIRD = "needs {deepspeed.zero_stage}=3"
 ENGINE_NEEDS: tuple[Companion, ...] = (
+    *(Companion(f"fsdp.{field}", lambda c: c.training.engine == "fsdp", "needs {training.engine}=fsdp") for field in (
+        "shard", "shard_size", "reshard_after_forward", "reduce", "cpu_offload",
+    )),
+    Companion("fsdp.reduce", lambda c: c.training.accumulation > 1, "has no effect: an update has one micro batch", note=True),
     *(Companion(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
         "zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
         "offload_param_nvme_path", "zero3_init", "zero3_save_16bit", "fp16_master_weights",
@@ -172,11 +175,11 @@ ENGINE_NEEDS: tuple[Companion, ...] = (
 )  # fmt: skip
 
 
-def deepspeed_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """Find DeepSpeed flags without what gives them a meaning."""
+def engine_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """Find flags of FSDP and DeepSpeed without what gives them a meaning."""
     reported: set[str] = set()
     for finding in lacking(ENGINE_NEEDS, cfg, requested):
-        if finding.about[0] not in reported:  # without --deepspeed the rest is no matter
+        if finding.about[0] not in reported:  # without its engine the rest is no matter
             reported.add(finding.about[0])
             yield finding
 
@@ -225,6 +228,58 @@ def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         if shards and value:
             what = "has no effect: gradients are not reduced by DistributedDataParallel here"
             yield Finding((field, _ENGINE), what, note=True)
+
+
+_SHARD, _SHARD_SIZE = "fsdp.shard", "fsdp.shard_size"
+# each element is updated from its own gradient and state alone, so rows are updated as the whole would be; Muon gathers
+_BY_ROWS = ("AdamW", "Lion", "SGDNesterov", *names.SCHEDULE_FREE, *names.TORCH_OPTIMIZERS, "Muon")
+
+
+def fsdp(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """What FSDP cannot go with: it holds rows of weights, gathers blocks as they run, and updates when all is reduced."""
+    if cfg.training.engine != "fsdp":
+        return
+    engine = f"{option(_ENGINE)}=fsdp"
+    native = f"{option(_ENGINE)}=native"
+    for field, value in (
+        ("optimizer.fused_backward", cfg.optimizer.fused_backward),
+        ("optimizer.fused_groups", cfg.optimizer.fused_groups),
+        ("training.full_precision", cfg.training.full_precision),
+        ("training.compile", cfg.training.compile),
+        ("model.fp8_frozen", cfg.model.fp8_frozen),
+        ("eval.kid", cfg.eval.kid),
+        ("demo.score", cfg.demo.score),
+    ):
+        if value:
+            yield Finding((field, _ENGINE), f"cannot be used with {engine}", native)
+    for field, value in (
+        ("training.ddp_bucket_view", cfg.training.ddp_bucket_view),
+        ("training.ddp_static_graph", cfg.training.ddp_static_graph),
+    ):
+        if value:
+            what = "has no effect: gradients are not reduced by DistributedDataParallel here"
+            yield Finding((field, _ENGINE), what, note=True)
+
+    # --- the optimizer
+    if not names.proper(cfg.optimizer.type.removeprefix("torch.optim."), _BY_ROWS):
+        shards = cfg.optimizer.type.lower() == "oss"
+        what = "shards the optimizer's state" if shards else "needs whole tensors"
+        what = f"{cfg.optimizer.type} {what}, and {engine} shards {'it too' if shards else 'them'}"
+        yield Finding((_TYPE, _ENGINE), what, f"one of {', '.join(_BY_ROWS)}")
+
+    # --- who shares a copy
+    size = cfg.fsdp.shard_size
+    world = os.environ.get("WORLD_SIZE", "")
+    ranks = int(world) if world.isdecimal() else 0
+    if size and ranks and ranks % size:
+        what = f"is {size}, and {ranks} process{'es' if ranks > 1 else ''} cannot be divided into groups of {size}"
+        yield Finding((_SHARD_SIZE,), what, f"a divisor of {ranks}")
+    elif size and cfg.fsdp.shard == "full" and size != ranks:
+        what = f"is {size}, and {option(_SHARD)}=full shards over all devices"
+        yield Finding((_SHARD_SIZE, _SHARD), what, f"{option(_SHARD)}=hybrid, or leave one of them out")
+    if cfg.fsdp.cpu_offload and cfg.training.device == "cpu":
+        what = f"has no effect with {option('training.device')}=cpu: the weights are on the host already"
+        yield Finding(("fsdp.cpu_offload", "training.device"), what, "leave one of them out")
 
 
 def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -295,96 +350,4 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
             yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
-_STAGES, _SCHEDULE = "training.pipeline_stages", "training.pipeline_schedule"
-_METHOD, _SPLIT = "training.partition_method", "training.partition_split"
-
-
-def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """What a model that is cut into stages cannot go with, and how it is cut."""
-    training = cfg.training
-    stages = training.pipeline_stages
-    if stages == 1:
-        for field in (_SCHEDULE, _METHOD, _SPLIT):
-            if field in requested and value_of(cfg, field) != default_of(field):
-                yield Finding((field,), f"has no effect with {option(_STAGES)}=1: the model is not cut", note=True)
-        return
-    world = os.environ.get("WORLD_SIZE", "")
-    if world.isdecimal() and not cfg.cache.only and (wrong := processes_fault(cfg, int(world))):
-        yield Finding((_STAGES,), *wrong)
-
-    # --- how it is cut
-    method = training.partition_method
-    if method not in (names.BY_PARAMETERS, names.EVENLY, names.BY_HAND) and not method.startswith(names.BY_KIND):
-        what = f"got {method!r}"
-        yield Finding(
-            (_METHOD,), what, f"{names.BY_PARAMETERS}, {names.EVENLY}, {names.BY_KIND}REGEX or {names.BY_HAND}"
-        )
-    elif method.startswith(names.BY_KIND):
-        try:
-            re.compile(method.removeprefix(names.BY_KIND))
-        except re.error as error:
-            yield Finding((_METHOD,), f"{method!r} is no regular expression: {error}")
-    pieces = stages * names.PIECES[training.pipeline_schedule]
-    split = training.partition_split
-    if method == names.BY_HAND and len(split) != pieces - 1:
-        what = f"has {len(split)} numbers, and the model is cut at {pieces - 1} places"
-        yield Finding((_SPLIT, _METHOD), what, "the blocks with which the stages behind the first one begin")
-    elif method == names.BY_HAND and list(split) != sorted({max(number, 2) for number in split}):
-        yield Finding((_SPLIT,), f"is {list(split)}", "growing numbers of blocks, from 2 on")
-    elif method != names.BY_HAND and split:
-        yield Finding((_SPLIT, _METHOD), f"needs {option(_METHOD)}={names.BY_HAND}: {method} finds the places itself")
-
-    # --- what it cannot go with
-    remedy = f"leave it out, or {option(_STAGES)}=1"
-    for field, value in (
-        (_ENGINE, training.engine != "native" and training.engine),
-        ("optimizer.fused_backward", cfg.optimizer.fused_backward),
-        ("optimizer.fused_groups", cfg.optimizer.fused_groups),
-        ("model.fp8_frozen", cfg.model.fp8_frozen),
-        ("logging.trace", cfg.logging.trace),
-        ("demo.score", cfg.demo.score),
-    ):
-        if value:
-            yield Finding((field, _STAGES), f"cannot be used with {option(_STAGES)}={stages}", remedy)
-    if is_named(cfg.optimizer, names.ADAPTIVE) or cfg.optimizer.type.lower() == "oss":
-        needs = (
-            "shards its state over all ranks" if cfg.optimizer.type.lower() == "oss" else "needs all gradients at once"
-        )
-        what = f"{cfg.optimizer.type} {needs}, and each rank has those of its stage"
-        yield Finding((_TYPE, _STAGES), what, f"{option(_TYPE)}=AdamW")
-    for field in ("training.ddp_bucket_view", "training.ddp_static_graph"):
-        if value_of(cfg, field):
-            yield Finding((field, _STAGES), "has no effect: no DistributedDataParallel reduces a pipeline", note=True)
-
-    # --- what it costs
-    if training.accumulation < stages:
-        share = waiting_share(stages, training.accumulation, training.pipeline_schedule)
-        what = (
-            f"with {training.accumulation} micro batch{'es' if training.accumulation > 1 else ''} a step, devices wait "
-            f"{100 * share:.0f} % of the time for one another"
-        )
-        yield Finding((_STAGES,), what, f"{option('training.accumulation')}={4 * stages} waits less", note=True)
-
-
-def processes_fault(cfg: TrainConfig, world: int) -> tuple[str, str] | None:
-    """Say what is wrong with a number of processes for the stages of a pipeline, and what would be right."""
-    stages = cfg.training.pipeline_stages
-    if world % stages == 0:
-        return None
-    fits = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
-    what = f"{stages} stages, and {world} process{'es' if world != 1 else ''} cannot be divided into them"
-    return what, f"start {stages} processes or a multiple of that (torchrun), or give: {fits}"
-
-
-def waiting_share(stages: int, micro_batches: int, schedule: str) -> float:
-    """Return the share of a step in which a device waits for others, where all stages take equally long.
-
-    (p - 1) / (p - 1 + m) of p stages and m micro batches (Huang et al. 2019, arXiv:1811.06965, section 2.3); with v
-    pieces a device the wait is a v-th of that (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The part of it that
-    "zb" fills with gradients of weights is not taken off.
-    """
-    waiting = (stages - 1) / names.PIECES[schedule]
-    return waiting / (waiting + micro_batches)
-
-
-ENGINE_RULES: tuple[Rule, ...] = (deepspeed_companions, installed, accelerate, deepspeed, pipeline)
+ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed, pipeline)
