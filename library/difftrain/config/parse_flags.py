@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import arguments_file, toml
+from difftrain.config import arguments_file, deepspeed_json, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer, judged
@@ -200,6 +200,10 @@ def resolve_flags(
     for name, texts in line.words.items():
         take_flag(flags, table[name], texts, table[name].option)
 
+    words = {**written, **line.words}
+    if "deepspeed_config" in words:
+        flags.set(deepspeed_json.PATH, words["deepspeed_config"][-1], table["deepspeed_config"].option)
+
     # --- one configuration
     out = resolve_layers([file, *between, arguments, flags], door)
     setters = arguments.values.keys() | flags.values.keys()
@@ -214,7 +218,6 @@ def resolve_flags(
     faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted, passed_over)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
-    words = {**written, **line.words}
     cfg = without(cfg, passed_over or ())
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
     explicit = explicit_fields(cfg, out.origins, noted)
@@ -233,8 +236,9 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
     return {path: value for path, value in row.defaults.items() if path.startswith(own)} | _AS_KOHYA
 
 
-def _epoch_batches(out: Resolution, layers: Sequence[Layer]) -> None:
-    """Epochs are kohya's, unless somebody says otherwise, or tars are read in sequence, which takes whole batches."""
+def _together(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Take DeepSpeed's JSON; epochs are kohya's, unless somebody says otherwise, or tars are read in sequence."""
+    deepspeed_json.apply(out)
     sequential = out.values.get("data.tar_order") == "sequential"
     out.values.setdefault("data.epoch_batches", "whole" if sequential else "every")
 
@@ -244,7 +248,7 @@ def _help(path: str) -> str:
     return meaning(flag) if flag and not choices_of(path) else ""
 
 
-_KOHYA = Door(together=_epoch_batches, defaults=_family_defaults, remedy=_help, passes_over=True)
+_KOHYA = Door(together=_together, defaults=_family_defaults, remedy=_help, passes_over=True)
 
 
 def without(cfg: TrainConfig, fields: Iterable[str]) -> TrainConfig:

@@ -180,7 +180,6 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
         line.faults.append(Fault("--config", "is missing", f"give a TOML file, such as one of {recipes_named()}"))
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
-    launch_options.deepspeed(bare, line, {**file.values, **line.values})
     out = resolve_layers([file, line], train_door(preset))
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
@@ -247,6 +246,8 @@ def _option(name: str, text: str | None, bare: dict[str, str], line: Layer) -> N
         line.faults.append(Fault(f"--{name}", f"takes no value, got {text!r}", "give it alone, or leave it out"))
     elif not text and option.takes and not option.takes.startswith("["):
         line.faults.append(Fault(f"--{name}", "its value is missing", meaning(option, "train")))
+    elif option.to.startswith("?"):
+        line.set(option.to, text or True, f"--{name}")
     elif option.to:
         value = True if not option.takes else text or LATEST
         line.put(option.to, value, KeyValue("", name, value, f"--{name}"))

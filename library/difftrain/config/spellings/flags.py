@@ -249,6 +249,9 @@ OURS: tuple[Row, ...] = (
     Row("engine", "str", "training.engine"),
     Row("device", "str", "training.device"),
     Row("threads", "int", "training.threads"),
+    Row("deepspeed_config", "str", "",
+        "DeepSpeed's JSON: its keys are mapped onto these flags or refused by name, docs/engines.md; a zero stage of 1 to 3"
+        " is as --deepspeed"),
     Row("performance", "switch", "training.performance"),
     Row("max_skipped_steps", "int", "training.max_skipped_steps"),
     Row("use_ema", "switch", "ema.enable"),

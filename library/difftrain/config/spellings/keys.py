@@ -33,8 +33,8 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("trace", "str", "logging.trace", takes="STEPS"),
     Row("dump_dataset", "str", "", "write every sample of the first epoch, as training sees it, and stop", takes="DIR"),
     Row("dry_run", "switch", "", "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device", choices=("full",)),
-    Row("deepspeed", "switch", "", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
-    Row("deepspeed_config", "str", "", "DeepSpeed's JSON; with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
+    Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
+    Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
     Row("master_port", "str", "", "the same for MASTER_PORT", takes="N"),
 )}
@@ -240,6 +240,8 @@ KEYS: tuple[Row, ...] = (
     key("type", "engine", "?engine",
         "native or accelerate; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
     key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
+    key("config", "deepspeed", "?deepspeed_config",
+        "DeepSpeed's JSON, as the option --deepspeed_config", "str"),
     key("device", "engine", "training.device"),
     key("threads", "engine", "training.threads"),
 )
