@@ -1,7 +1,7 @@
 """DeepSpeed's own JSON: every key of it mapped onto a setting of ours, harmless here, or refused by name.
 
 1. read      --deepspeed_config=FILE, [deepspeed] config = FILE of train.py's TOML
-2. sections  precision, ZeRO with its offloading, batch sizes, optimizer, scheduler: literal tables below
+2. sections  precision, ZeRO with its offloading, batch sizes, optimizer, scheduler: by the tables of spellings/deepspeed.py
 3. compare   what the run's own configuration says otherwise is a fault that names both; "auto" leaves it to that
 
 A key means what it means to DeepSpeed 0.19 (deepspeed.ai/docs/config-json), its defaults too where they differ from ours.
@@ -21,6 +21,7 @@ from difftrain.config.layers import judged
 from difftrain.config.resolve import Resolution
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.validate import show
+from difftrain.config.spellings import deepspeed as tables
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
 
@@ -29,109 +30,6 @@ _BATCH, _ACCUMULATION = "training.batch_size", "training.accumulation"
 _RATE, _STEPS, _WARMUP = "optimizer.learning_rate", "training.max_steps", "optimizer.warmup_steps"
 _SCHEDULE, _ARGS = "optimizer.scheduler", "optimizer.args"
 _STAGE, _PRECISION = "deepspeed.zero_stage", "training.mixed_precision"
-
-# --- what a key sets: {key: field}
-_TOP = {
-    "train_micro_batch_size_per_gpu": _BATCH,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "gradient_clipping": "training.max_grad_norm",
-}
-_ZERO = {
-    "stage": _STAGE,
-    "stage3_gather_16bit_weights_on_model_save": "deepspeed.zero3_save_16bit",
-    "stage3_gather_fp16_weights_on_model_save": "deepspeed.zero3_save_16bit",
-}
-
-# --- what changes no number of a run: buffers, buckets, logs. Said once where it is given
-_BUCKETS = "no effect: accelerate's plugin chooses it"
-_TUNING = dict.fromkeys((
-    "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions", "reduce_bucket_size",
-    "allgather_bucket_size", "use_multi_rank_bucket_allreduce", "sub_group_size", "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential", "round_robin_gradients", "memory_efficient_linear", "override_module_apply",
-    "log_trace_cache_warnings", "enable_sanity_checks", "cpu_offload_use_pin_memory", "parameter_alignment",
-), _BUCKETS)  # fmt: skip
-_OFFLOAD_TUNING = dict.fromkeys((
-    "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
-    "cpuadam_cores_perc",
-), _BUCKETS)  # fmt: skip
-_SCALE = "no effect: the loss scale starts at the device's, halves at an overflow and doubles after 2000 steps without"
-_FP16_TUNING = {
-    **dict.fromkeys(
-        ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"), _SCALE
-    ),
-    "auto_cast": "no effect: autocast decides which operations compute in half precision",
-}
-_BF16_TUNING = {
-    "immediate_grad_update": "no effect: gradients are the engine's",
-    "check_grad_overflow": "no effect: gradients that are not finite are never applied",
-}
-_LOGGED = "no effect: metrics, trace and reports are this package's (docs/trackers.md, docs/trace.md)"
-_TOP_TUNING = {
-    **dict.fromkeys((
-        "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "tensorboard",
-        "wandb", "csv_monitor", "comet", "timers", "log_level",
-    ), _LOGGED),
-    "activation_checkpointing": "no effect: DeepSpeed's checkpoint function is not used",
-    "aio": "no effect: DeepSpeed's own figures are used",
-    "zero_allow_untested_optimizer": "no effect: which optimizers work is checked here",
-    "zero_force_ds_cpu_optimizer": "no effect: which optimizers work is checked here",
-    "checkpoint": "no effect: checkpoints are this package's",
-    "dataloader_drop_last": "no effect: the plan of the data is this package's",
-    "disable_python_gc": "no effect",
-}  # fmt: skip
-
-# --- what is another way to train: {key: the value that asks for nothing}; any other is refused
-_OFF: Mapping[str, tuple[Any, ...]] = {
-    "sparse_gradients": (False,), "prescale_gradients": (False,), "gradient_predivide_factor": (1, 1.0),
-    "gradient_allreduce_op": ("mean",), "communication_data_type": (None, "fp32"), "disable_allgather": (False,),
-    "seq_parallel_communication_data_type": ("fp32",), "sequence_parallel_size": (1,),
-    "use_data_before_expert_parallelism": (False,), "managed_gradient_accumulation": (True,),
-    "data_types": ({}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"}),
-    "amp": ({"enabled": False},), "torch_autocast": ({"enabled": False},), "autotuning": ({"enabled": False},),
-    "elasticity": ({"enabled": False},), "data_efficiency": ({"enabled": False},), "compile": ({"enabled": False},),
-    "curriculum_learning": ({"enabled": False},), "progressive_layer_drop": ({"enabled": False},),
-    "eigenvalue": ({"enabled": False},), "quantize_training": ({"enabled": False},), "nebula": ({"enabled": False},),
-    "hybrid_engine": ({"enabled": False},), "compression_training": ({},), "sparse_attention": ({},),
-    "pipeline": ({},), "tensor_parallel": ({}, {"autotp_size": 0}, {"autotp_size": 1}), "zero_quantized_weights": (),
-}  # fmt: skip
-_ZERO_OFF: Mapping[str, tuple[Any, ...]] = {
-    "zero_hpz_partition_size": (0, 1), "zero_quantized_weights": (False,), "zero_quantized_gradients": (False,),
-    "zero_quantized_nontrainable_weights": (False,), "mics_shard_size": (-1,),
-    "mics_hierarchical_params_gather": (False,), "elastic_checkpoint": (False,), "load_from_fp32_weights": (True,),
-    "ignore_unused_parameters": (True,), "legacy_stage1": (False,), "pipeline_loading_checkpoint": (False,),
-    "compute_grad_norm": (True,), "save_muon_momentum_buffer_in_memory": (False,), "zenflow": (None,),
-    "leaf_module": ({},), "cpu_offload": (False, None), "cpu_offload_param": (False, None),
-}  # fmt: skip
-_OFFLOAD_OFF: Mapping[str, tuple[Any, ...]] = {"ratio": (1, 1.0), "super_offload": (False,)}
-_FP16_OFF: Mapping[str, tuple[Any, ...]] = {"loss_scale": (0, 0.0, None)}
-_BF16_OFF: Mapping[str, tuple[Any, ...]] = {
-    "bf16_master_weights_and_grads": (False,), "bf16_optimizer_states": (False,),
-}  # fmt: skip
-_INSTEAD = {
-    "cpu_offload": '"offload_optimizer": {"device": "cpu"}, its spelling of today',
-    "cpu_offload_param": '"offload_param": {"device": "cpu"}, its spelling of today',
-    "loss_scale": "0: a scale that follows overflows",
-    "pipeline": "pipeline_stages in the run's configuration",
-    "compile": "compile in the run's configuration",
-    "elasticity": "any number of processes continues a run here (docs/resume.md)",
-    "tensor_parallel": "ZeRO, or the fsdp engine",
-}
-
-# --- optimizer and scheduler
-_ADAM = ("adam", "adamw")
-_OPTIMIZERS = {"lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD", "rmsprop": "RMSprop", "adamax": "Adamax",
-               "nadam": "NAdam", "radam": "RAdam", "adadelta": "Adadelta", "asgd": "ASGD", "rprop": "Rprop"}  # fmt: skip
-_ADAM_RATE = 1e-3  # DeepSpeed's default, of all that it builds itself
-_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_SCHEDULER_KEYS = {
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
-    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "warmup_num_steps", "warmup_type", "total_num_steps"),
-}
-_NAMED = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine_with_min_lr"}
-_DEFAULT_WARMUP, _DEFAULT_FLOOR = 1000, 1e-4
 
 _NATIVE = "the deepspeed engine is not built yet: runs natively, every device with the whole model (DDP)"
 _SHARDS = "[deepspeed] enable = true, or a --deepspeed_config with a zero stage, shards through accelerate's plugin"
@@ -161,10 +59,10 @@ def apply(out: Resolution) -> None:
     if not isinstance(settings, dict):
         out.faults.append(Fault(named, f"must be an object, got {show(settings)}"))
         return
-    _File(out, path, lines_of(text)).take(settings)
+    _DeepSpeedFile(out, path, lines_of(text)).take(settings)
 
 
-class _File:
+class _DeepSpeedFile:
     """One file on its way into a configuration."""
 
     def __init__(self, out: Resolution, path: str, lines: Mapping[str, int]) -> None:
@@ -187,8 +85,8 @@ class _File:
         if wrong:
             self.fault(key, *wrong)
         elif field in self.out.values and self.out.values[field] != value:
-            there = self.out.values[field]
-            what = f"contradicts {self.out.where(field)}: {show(value)} here, {show(there)} there"
+            other = self.out.values[field]
+            what = f"contradicts {self.out.where(field)}: {show(value)} here, {show(other)} there"
             self.fault(key, what, 'set it once; "auto" here leaves it open')
         elif field not in self.out.values:
             self.out.values[field] = value
@@ -199,7 +97,7 @@ class _File:
         """Refuse a key unless its value asks for nothing."""
         if not any(value == quiet and type(value) is type(quiet) for quiet in passing):
             name = key.rpartition(".")[2]
-            self.fault(key, f"{show(value)} has no counterpart here", _INSTEAD.get(name, "leave it out"))
+            self.fault(key, f"{show(value)} has no counterpart here", tables.INSTEAD.get(name, "leave it out"))
 
     def object(self, key: str, value: Any) -> dict[str, Any]:
         """Return a section; what is none is a fault, and "auto" says nothing."""
@@ -248,7 +146,7 @@ class _File:
             "train_batch_size",
             "steps_per_print",
         )
-        self.table("", settings, _TOP, _OFF, _TOP_TUNING, own)
+        self.table("", settings, tables.TOP, tables.OFF, tables.TOP_TUNING, own)
         for name in ("fp16", "bf16", "bfloat16"):
             if name in settings:
                 self._precision(name, self.object(name, settings[name]))
@@ -275,9 +173,9 @@ class _File:
             return
         if word == "fp16":
             fields = {"fp16_master_weights_and_grads": "deepspeed.fp16_master_weights"}
-            self.table(name, values, fields, _FP16_OFF, _FP16_TUNING, ("enabled",))
+            self.table(name, values, fields, tables.FP16_OFF, tables.FP16_TUNING, ("enabled",))
         else:
-            self.table(name, values, {}, _BF16_OFF, _BF16_TUNING, ("enabled",))
+            self.table(name, values, {}, tables.BF16_OFF, tables.BF16_TUNING, ("enabled",))
 
     def _zero(self, values: dict[str, Any]) -> None:
         """The stage and what waits off the device; stage 0 is every device with the whole model."""
@@ -294,13 +192,18 @@ class _File:
             for field in ("deepspeed.enable", _STAGE):
                 out.values.pop(field, None)
                 out.origins.pop(field, None)
-            place = self.at(f"{section}.stage") if stage == 0 else self.path
-            out.notes.append(f"{place}: no zero stage above 0; {_NATIVE}")
+            origin = self.at(f"{section}.stage") if stage == 0 else self.path
+            out.notes.append(f"{origin}: no zero stage above 0; {_NATIVE}")
             self.table(
-                section, values, {}, _ZERO_OFF, {**_TUNING, **dict.fromkeys((*_ZERO, *own), _BUCKETS)}, ("stage",)
+                section,
+                values,
+                {},
+                tables.ZERO_OFF,
+                {**tables.TUNING, **dict.fromkeys((*tables.ZERO, *own), tables.BUCKETS)},
+                ("stage",),
             )
             return
-        self.table(section, values, _ZERO, _ZERO_OFF, _TUNING, own)
+        self.table(section, values, tables.ZERO, tables.ZERO_OFF, tables.TUNING, own)
         origin = self.at(f"{section}.stage")
         if stage in (1, 2, 3, None, "auto"):
             out.values["deepspeed.enable"] = True
@@ -314,13 +217,13 @@ class _File:
             device, path = inner.get("device", "none"), inner.get("nvme_path")
             field = f"deepspeed.{name}_device"
             if device == "none" and inner and out.values.get(field) is not None:
-                there = f"contradicts {out.where(field)}: none here, {out.values[field]} there"
-                self.fault(f"{key}.device", there, 'set it once; "auto" here leaves it open')
+                other = f"contradicts {out.where(field)}: none here, {out.values[field]} there"
+                self.fault(f"{key}.device", other, 'set it once; "auto" here leaves it open')
             elif device not in ("none", "auto", None):
                 self.set(f"{key}.device", field, device)
             if path not in (None, "auto") and device == "nvme":
                 self.set(f"{key}.nvme_path", f"deepspeed.{name}_nvme_path", path)
-            self.table(key, inner, {}, _OFFLOAD_OFF, _OFFLOAD_TUNING, ("device", "nvme_path"))
+            self.table(key, inner, {}, tables.OFFLOAD_OFF, tables.OFFLOAD_TUNING, ("device", "nvme_path"))
 
     def _global_batch(self, total: Any) -> None:
         """train_batch_size = micro batch x accumulation x processes: what two of them leave open follows."""
@@ -356,8 +259,8 @@ class _File:
         if not names:
             self.set("steps_per_print", "logging.log_every", int(every) if isinstance(every, float) else every)
         elif all(self.out.values[name] != every for name in names):
-            there = self.out.values[names[0]]
-            what = f"contradicts {self.out.where(names[0])}: {show(every)} here, {show(there)} there"
+            other = self.out.values[names[0]]
+            what = f"contradicts {self.out.where(names[0])}: {show(every)} here, {show(other)} there"
             self.fault("steps_per_print", what, 'set it once; "auto" here leaves it open')
 
     def _optimizer(self, section: dict[str, Any]) -> None:
@@ -373,15 +276,19 @@ class _File:
             return
         kind = str(name).lower()
         decoupled = params.pop("adam_w_mode", True)
-        ours = ("AdamW" if kind == "adamw" or decoupled else "Adam") if kind in _ADAM else _OPTIMIZERS.get(kind)
+        ours = (
+            ("AdamW" if kind == "adamw" or decoupled else "Adam")
+            if kind in tables.ADAM
+            else tables.OPTIMIZERS.get(kind)
+        )
         if ours is None:
-            remedy = f"one of Adam, AdamW, {', '.join(_OPTIMIZERS.values())}; others by name in the run's configuration"
+            remedy = f"one of Adam, AdamW, {', '.join(tables.OPTIMIZERS.values())}; others by name in the run's configuration"
             self.fault("optimizer.type", f"{show(name)} has no counterpart here", remedy)
             return
         of_torch = params.pop("torch_adam", False)
-        given = self.out.values.get("optimizer.type")
-        if isinstance(given, str) and given.removeprefix("torch.optim.").lower() == ours.lower():
-            ours = given  # the same, as the run spells it
+        named = self.out.values.get("optimizer.type")
+        if isinstance(named, str) and named.removeprefix("torch.optim.").lower() == ours.lower():
+            ours = named  # the same, as the run spells it
         self.set("optimizer.type", "optimizer.type", ours)
         for unused in ("fp32_optimizer_states", "bias_correction"):
             if params.pop(unused, True) not in (True, "auto"):
@@ -389,32 +296,32 @@ class _File:
         rate = params.pop("lr", None)
         if rate not in (None, "auto"):
             self.set("optimizer.params.lr", _RATE, rate)
-        elif rate is None and _RATE not in self.out.values and kind in (*_ADAM, "lion"):
-            self.out.values[_RATE] = _ADAM_RATE
+        elif rate is None and _RATE not in self.out.values and kind in (*tables.ADAM, "lion"):
+            self.out.values[_RATE] = tables.ADAM_RATE
             self.out.origins[_RATE] = self.at("optimizer.type")
-            self.out.note(_RATE, f"takes DeepSpeed's rate of {_ADAM_RATE:g}, as lr is not given")
-        if kind in _ADAM and not of_torch:
+            self.out.note(_RATE, f"takes DeepSpeed's rate of {tables.ADAM_RATE:g}, as lr is not given")
+        if kind in tables.ADAM and not of_torch:
             params.setdefault("weight_decay", 0.0)  # torch's would be 0.01
         self._arguments({key: value for key, value in params.items() if value != "auto" and value is not None})
 
     def _arguments(self, params: dict[str, Any]) -> None:
         """Arguments of the constructor, beside those that the run gives: key=value, or keys of [optimizer]."""
         out, words = self.out, [str(word) for word in self.out.values.get(_ARGS, ())]
-        given = {
+        named = {
             name.strip(): (_literal(text), out.where(_ARGS)) for name, _, text in (w.partition("=") for w in words)
         }
         for path in [path for path in out.values if path.startswith("?optimizer_args.")]:
-            given[path.partition(".")[2]] = (out.values[path], out.where(path))
+            named[path.partition(".")[2]] = (out.values[path], out.where(path))
         for name, value in params.items():
             key = f"optimizer.params.{name}"
             value = tuple(value) if isinstance(value, list) else value
-            there, place = given.get(name, (None, ""))
-            if place and (tuple(there) if isinstance(there, list) else there) != value:
+            other, origin = named.get(name, (None, ""))
+            if origin and (tuple(other) if isinstance(other, list) else other) != value:
                 if key not in self.lines:  # DeepSpeed's default, which a run may say otherwise
                     continue
-                what = f"contradicts {name} of {place}: {value!r} here, {there!r} there"
+                what = f"contradicts {name} of {origin}: {value!r} here, {other!r} there"
                 self.fault(key, what, 'set it once; "auto" here leaves it open')
-            elif not place:
+            elif not origin:
                 words.append(f"{name}={value!r}")
                 out.origins.setdefault(_ARGS, self.at(key if key in self.lines else "optimizer.type"))
         if words:
@@ -428,30 +335,30 @@ class _File:
         name, params = section.get("type"), self.object("scheduler.params", section.get("params", {}))
         if name == "auto":
             return
-        if name not in _SCHEDULERS:
+        if name not in tables.SCHEDULERS:
             what = "names no type" if name is None else f"{show(name)} has no counterpart here"
-            remedy = f"one of {', '.join(_SCHEDULERS)}; others by name in the run's configuration"
+            remedy = f"one of {', '.join(tables.SCHEDULERS)}; others by name in the run's configuration"
             self.fault("scheduler.type", what, remedy)
             return
-        self.table("scheduler.params", params, {}, {}, {}, _SCHEDULER_KEYS[name])
+        self.table("scheduler.params", params, {}, {}, {}, tables.SCHEDULER_KEYS[name])
         out = self.out
 
         # the schedule: a constant rate with a warm-up may be written as both
         if not (name == "WarmupLR" and out.values.get(_SCHEDULE) == "constant"):
-            if not self.set("scheduler.type", _SCHEDULE, _NAMED[name]):
+            if not self.set("scheduler.type", _SCHEDULE, tables.NAMED[name]):
                 return
         else:
-            out.values[_SCHEDULE] = _NAMED[name]
+            out.values[_SCHEDULE] = tables.NAMED[name]
         for low in ("warmup_min_lr", "warmup_min_ratio"):
             if params.get(low, 0) not in (0, "auto", None):
                 self.fault(f"scheduler.params.{low}", f"{show(params[low])} has no counterpart here", "0")
         rate = params.get("warmup_max_lr")
         if rate not in (None, "auto"):
             self.set("scheduler.params.warmup_max_lr", _RATE, rate)
-        steps = params.get("warmup_num_steps", _DEFAULT_WARMUP)
+        steps = params.get("warmup_num_steps", tables.DEFAULT_WARMUP)
         if steps != "auto":
             self.set("scheduler.params.warmup_num_steps", _WARMUP, steps)
-        if name == "WarmupCosineLR" and (floor := params.get("cos_min_ratio", _DEFAULT_FLOOR)) != "auto":
+        if name == "WarmupCosineLR" and (floor := params.get("cos_min_ratio", tables.DEFAULT_FLOOR)) != "auto":
             self.set("scheduler.params.cos_min_ratio", "optimizer.min_lr_ratio", floor)
         self._total(params.get("total_num_steps"))
 
@@ -465,8 +372,8 @@ class _File:
                 out.values["optimizer.scheduler_args"] = (*words, "warmup_type='log'")
                 out.origins.setdefault("optimizer.scheduler_args", self.at("scheduler.type"))
             elif not any(re.fullmatch(r"warmup_type=['\"]?log['\"]?", str(word)) for word in words):
-                place = out.where("optimizer.scheduler_args")
-                self.fault("scheduler.params.warmup_type", f"log contradicts warmup_type of {place}", "set it once")
+                origin = out.where("optimizer.scheduler_args")
+                self.fault("scheduler.params.warmup_type", f"log contradicts warmup_type of {origin}", "set it once")
 
     def _total(self, total: Any) -> None:
         key, out = "scheduler.params.total_num_steps", self.out

@@ -16,6 +16,7 @@ from refusals import is_about
 from difftrain.config import deepspeed_json, parse_flags, parse_keys
 from difftrain.config.parse_flags import Parsed
 from difftrain.config.rules.finding import value_of
+from difftrain.config.spellings import deepspeed as tables
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.testing.pictures import write_folder
 
@@ -124,6 +125,7 @@ SETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.flags("deepspeed_config")
 @pytest.mark.parametrize(("told", "values"), SETS, ids=lambda told: json.dumps(told)[:60])
 def test_a_key_sets_its_field(run: Run, told: dict[str, Any], values: dict[str, Any]) -> None:
     cfg = run(told).config
@@ -284,7 +286,7 @@ def test_lines_of_keys() -> None:
 def test_every_key_of_the_installed_deepspeed_is_known() -> None:
     """Those of the ZeRO section and of its precision sections, as their dataclasses name them."""
     paths = {str(path): path for path in files("deepspeed") or []}
-    known = Path(deepspeed_json.__file__).read_text()
+    known = Path(tables.__file__).read_text() + Path(deepspeed_json.__file__).read_text()
     for name in ("zero/config", "zero/offload_config", "precision_config"):
         source = paths[f"deepspeed/runtime/{name}.py"].read_text()
         fields = re.findall(r"^    ([a-z]\w+): ([^\n]*(?:\n {8,}[^\n]*)*)", source, re.MULTILINE)

@@ -186,7 +186,7 @@ def test_faults_say_what_would_be_right(fields: dict[str, Any], told: str) -> No
 def test_a_warm_up_of_deepspeeds_is_its_own(name: str, kind: str) -> None:
     """The shares of the rate that DeepSpeed's class gives, update by update; its cosine is one update ahead."""
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    from difftrain.config.deepspeed_json import _NAMED
+    from difftrain.config.spellings.deepspeed import NAMED
 
     warm_up, total = 7, 23
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
@@ -194,7 +194,7 @@ def test_a_warm_up_of_deepspeeds_is_its_own(name: str, kind: str) -> None:
     settings |= {"cos_min_ratio": 0.25} if name == "WarmupCosineLR" else {"warmup_max_lr": 0.5}
     theirs = getattr(schedules, name)(optimizer, warmup_num_steps=warm_up, warmup_type=kind, **settings)
     section = OptimizerSection(
-        scheduler=_NAMED[name], warmup_steps=warm_up, min_lr_ratio=0.25, scheduler_args=(f"warmup_type='{kind}'",)
+        scheduler=NAMED[name], warmup_steps=warm_up, min_lr_ratio=0.25, scheduler_args=(f"warmup_type='{kind}'",)
     )
     factor = factor_of(section, total)
     for step in range(total):
