@@ -6,12 +6,13 @@ Precedence: field default < --config TOML < what stands between < --config_file 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import arguments_file, deepspeed_json, toml
+from difftrain.config import accelerate_environment, arguments_file, deepspeed_json, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer, judged
@@ -175,7 +176,9 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
     extra_rules: what only the rooms above know, such as the kinds of devices.
     Raises: ConfigFault with every fault of flags, TOML file and their combination.
     """
-    return resolve(argv, FLAGS, (*RULES, *extra_rules))
+    with speaking("kohya"):
+        launcher = accelerate_environment.fsdp_layer(os.environ)
+        return resolve_flags(argv, FLAGS, (*RULES, *extra_rules), _KOHYA, [launcher])
 
 
 def resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:

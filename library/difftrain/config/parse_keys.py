@@ -6,12 +6,13 @@ Precedence: field default < family default < TOML < command line.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import launch_options, layers
+from difftrain.config import accelerate_environment, launch_options, layers
 from difftrain.config.datasets import diffusion_pipe
 from difftrain.config.datasets.datasets import Resolved, applied
 from difftrain.config.derive import train_door
@@ -180,7 +181,8 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
         line.faults.append(Fault("--config", "is missing", f"give a TOML file, such as one of {recipes_named()}"))
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
-    out = resolve_layers([file, line], train_door(preset))
+    launcher = accelerate_environment.fsdp_layer(os.environ)
+    out = resolve_layers([file, launcher, line], train_door(preset))
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
             out.fault(path, "contradicts --dump_dataset, which writes the dataset out and stops", "give one of them")
