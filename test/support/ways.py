@@ -31,11 +31,13 @@ STEPS = 20
 
 
 def config(way: str, save: dict | None = None, zero: dict | None = None, **training) -> TrainConfig:
-    """Return the configuration of a way: native, ddp, sharded (fairscale's) or zeroN."""
+    """Return the configuration of a way: native, oss (torch's), ddp, sharded (fairscale's) or zeroN."""
     deepspeed = DeepSpeedSection(enable=True, zero_stage=int(way[4:]), **(zero or {})) if way[:4] == "zero" else None
     return TrainConfig(
-        training=TrainingSection(seed=3, engine="native" if way == "native" else "accelerate", **training),
-        optimizer=OptimizerSection(type="oss" if way == "sharded" else "AdamW", scheduler="cosine", warmup_steps=2),
+        training=TrainingSection(seed=3, engine="native" if way in ("native", "oss") else "accelerate", **training),
+        optimizer=OptimizerSection(
+            type="oss" if way in ("sharded", "oss") else "AdamW", scheduler="cosine", warmup_steps=2
+        ),
         deepspeed=deepspeed or DeepSpeedSection(),
         save=SaveSection(**(save or {})),
     )
