@@ -33,6 +33,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("trace", "str", "logging.trace", takes="STEPS"),
     Row("dump_dataset", "str", "", "write every sample of the first epoch, as training sees it, and stop", takes="DIR"),
     Row("dry_run", "switch", "", "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device", choices=("full",)),
+    Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024", takes="N,N,..."),
     Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from difftrain.engine.master_weights import DTYPES
 from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
+from difftrain.train.estimate.communication import spread_of
 from difftrain.train.saving import is_one_file, layout_of
 
 if TYPE_CHECKING:
@@ -44,53 +46,67 @@ class MemoryItem:
     size: float
     formula: str
     in_step: bool = False  # comes and goes with each step
+    whole: float = 0.0  # what it would be of a step where nothing is sharded
 
 
-def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
-    """Estimate what one card holds at all times, by formula; activations come on top."""
-    training, moving = cfg.training, trained(parts.root)
-    wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
+def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> list[MemoryItem]:
+    """Estimate what one card holds at all times, by formula; activations come on top. gathered: weights that a step
+    puts together where they are sharded."""
+    training, moving, spread = cfg.training, trained(parts.root), spread_of(cfg, ranks)
+    halves = cfg.deepspeed.enable and training.mixed_precision != "no"  # DeepSpeed keeps them, with fp32 masters
+    wide = HALF if training.full_precision or halves else FP32  # of a weight that is computed with, and of a gradient
+
+    def shared(share: float) -> str:
+        return f", sharded over {round(1 / share)} ranks" if share < 1 else ""
 
     # weights, trained and frozen, with what low precision keeps beside them
     weights = sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters())
     resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
+    kept_in = training.full_precision or (training.mixed_precision if halves else "fp32")
+    formula = f"{wide} B per trained parameter{shared(spread.weights_share)}"
     items = [
-        MemoryItem(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B per trained parameter"),
+        MemoryItem(f"weights in {kept_in}", weights * spread.weights_share, formula),
         MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
-    kept = weights_kept(training)
-    if training.full_precision and kept in KEPT_BYTES:
-        items.append(
-            MemoryItem(
-                f"master weights ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B per trained parameter"
-            )
-        )
+    if gathered:
+        items.append(MemoryItem("gathered weights", gathered, "of what is of no block, and of two blocks"))
+    kept = "fp32" if halves else weights_kept(training)
+    if (training.full_precision or halves) and kept in KEPT_BYTES:
+        share = spread.state_share if halves else spread.weights_share
+        formula = f"{KEPT_BYTES[kept]} B per trained parameter{shared(share)}"
+        items.append(MemoryItem(f"master weights ({kept})", KEPT_BYTES[kept] * moving * share, formula))
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    items.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
-    if training.mixed_precision != "no" and not training.full_precision:
-        items.append(MemoryItem("casts of autocast", 2 * moving, "2 B per trained parameter", in_step=True))
-    if ranks > 1 and not training.ddp_bucket_view and alive == moving:
+    whole = wide * alive
+    formula = f"{wide} B {formula}{shared(spread.gradients_share)}"
+    items.append(MemoryItem("gradients", whole * spread.gradients_share, formula, in_step=True, whole=whole))
+    if training.mixed_precision != "no" and not training.full_precision and not halves:
+        casts = 2.0 * moving
+        share = spread.weights_share if spread.way == "pipeline" else 0.0 if spread.way == "fsdp" else 1.0
+        items.append(
+            MemoryItem("casts of autocast", casts * share, "2 B per trained parameter", in_step=True, whole=casts)
+        )
+    if spread.way in ("ddp", "oss") and ranks > 1 and not training.ddp_bucket_view and alive == moving:
         items.append(
             MemoryItem("gradient buckets", wide * moving, f"{wide} B per trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
     state = state_bytes(cfg, matrix_share(parts))
-    shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{state:g} B per trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
-    items.append(MemoryItem("optimizer state", state * moving / shards, formula))
+    formula = f"{state:g} B per trained parameter{shared(spread.state_share)}"
+    items.append(MemoryItem("optimizer state", state * moving * spread.state_share, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        items.append(MemoryItem("averaged weights", FP32 * moving, "4 B per trained parameter"))
+        size = FP32 * moving * spread.averages_share
+        items.append(MemoryItem("averaged weights", size, f"4 B per trained parameter{shared(spread.averages_share)}"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
-        items.append(
-            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B per trained parameter and width")
-        )
+        size = count * FP32 * moving * spread.averages_share
+        formula = f"4 B per trained parameter and width{shared(spread.averages_share)}"
+        items.append(MemoryItem(f"averages of {count} widths", size, formula))
     return items
 
 
@@ -190,13 +206,31 @@ def device_memory(cfg: TrainConfig, family: Any, parts: Parts, ranks: int, bucke
     Not in it: text encoders and VAE at work, where they run in each step; samples and evaluations between steps; what
     the driver and libraries take.
     """
-    items = tuple(needs(cfg, parts, ranks))
+    return memory_by_ranks(cfg, family, parts, [ranks], bucket, batch)[ranks]
+
+
+def memory_by_ranks(
+    cfg: TrainConfig, family: Any, parts: Parts, counts: Iterable[int], bucket: Bucket, batch: int
+) -> dict[int, DeviceMemory]:
+    """Do so for several numbers of ranks. The step is that of a whole model, less what sharding takes off."""
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in family.repeated(parts)]
+    elements = sum(parameter.numel() for parameter in parts.root.parameters())
+    items = {}
+    for ranks in counts:
+        spread = spread_of(cfg, ranks)
+        together = elements if not spread.reshards else elements - sum(blocks) + 2 * max(blocks, default=0)
+        sharded = spread.way == "fsdp" and spread.shard > 1
+        items[ranks] = tuple(needs(cfg, parts, ranks, spread.weight_bytes * together if sharded else 0.0))
     root, half = parts.root.to("meta"), cfg.training.full_precision
     if half:
         root.to(DTYPES[half])
     step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root))
     root.zero_grad(set_to_none=True)
-    return DeviceMemory(items, step, bucket, batch)
+
+    def left(of: tuple[MemoryItem, ...]) -> int:
+        return max(0, step - round(sum(item.whole - item.size for item in of if item.in_step)))
+
+    return {ranks: DeviceMemory(of, left(of), bucket, batch) for ranks, of in items.items()}
 
 
 def _free_gradients(cfg: TrainConfig, root: nn.Module) -> None:
