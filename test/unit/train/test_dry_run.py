@@ -260,7 +260,7 @@ def test_scaling_is_said_for_any_number_of_ranks(line: list[str]) -> None:
     model = sum(p.numel() for p in make_family(parse(line).config).load(meta=True).root.unet.parameters())
     sent = {1: 0.0, 8: 2 * 7 / 8 * 4 * model, 1024: 2 * 1023 / 1024 * 4 * model}
     for text, (count, size) in zip(lines, sent.items(), strict=False):
-        assert f"{2 * 3 * count:,} images a step" in text
+        assert names(text, f"{2 * 3 * count:,}")
         if size:
             assert names(text, f"sends {footprint.gib_text(size)}", f"all-reduce {footprint.gib_text(size)}")
     assert names(lines[3], "TFLOP/s", "8 devices", "20 GB/s")
@@ -306,4 +306,4 @@ def test_deepspeed_keeps_half_weights_and_shares_the_fp32_ones(line: list[str]) 
     moving = footprint.trained(parts.root)
     found = {item.what: item.size for item in needs(cfg, parts, 4)}
     assert found["weights in bf16"] == 2 * moving and found["gradients"] == 2 * moving / 4
-    assert found["master weights (fp32)"] == 4 * moving / 4 and "casts of autocast" not in found
+    assert found["master weights (fp32)"] == 4 * moving / 4 and not any("casts" in what for what in found)

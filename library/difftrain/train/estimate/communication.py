@@ -161,8 +161,8 @@ def collectives(spread: Spread, model: ModelSize) -> tuple[Collective, ...]:
     if spread.ranks == 1:
         return ()
     gradients, weights = spread.gradient_bytes * model.trained, spread.weight_bytes * model.trained
-    found = _WAYS[spread.way](spread, model, gradients, weights)
-    return tuple(item for item in found if item.payload and item.among > 1)
+    exchanged = _WAYS[spread.way](spread, model, gradients, weights)
+    return tuple(item for item in exchanged if item.payload and item.among > 1)
 
 
 def _ddp(spread: Spread, model: ModelSize, gradients: float, weights: float) -> Iterator[Collective]:
@@ -318,7 +318,7 @@ def scaling(spread: Spread, model: ModelSize, flops: float, cluster: Cluster) ->
 
 def kinds(exchanged: Sequence[Collective]) -> dict[Kind, float]:
     """Return the bytes that a rank sends by kind."""
-    found: dict[Kind, float] = {}
+    sizes: dict[Kind, float] = {}
     for item in exchanged:
-        found[item.kind] = found.get(item.kind, 0.0) + item.sent
-    return found
+        sizes[item.kind] = sizes.get(item.kind, 0.0) + item.sent
+    return sizes

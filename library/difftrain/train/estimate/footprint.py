@@ -46,7 +46,7 @@ class MemoryItem:
     size: float
     formula: str
     in_step: bool = False  # comes and goes with each step
-    whole: float = 0.0  # what it would be of a step where nothing is sharded
+    unsharded: float = 0.0  # what it would be of a step where nothing is sharded
 
 
 def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> list[MemoryItem]:
@@ -79,14 +79,16 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> 
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    whole = wide * alive
+    unsharded = wide * alive
     formula = f"{wide} B {formula}{shared(spread.gradients_share)}"
-    items.append(MemoryItem("gradients", whole * spread.gradients_share, formula, in_step=True, whole=whole))
+    items.append(
+        MemoryItem("gradients", unsharded * spread.gradients_share, formula, in_step=True, unsharded=unsharded)
+    )
     if training.mixed_precision != "no" and not training.full_precision and not halves:
         casts = 2.0 * moving
         share = spread.weights_share if spread.way == "pipeline" else 0.0 if spread.way == "fsdp" else 1.0
         items.append(
-            MemoryItem("casts of autocast", casts * share, "2 B per trained parameter", in_step=True, whole=casts)
+            MemoryItem("casts of autocast", casts * share, "2 B per trained parameter", in_step=True, unsharded=casts)
         )
     if spread.way in ("ddp", "oss") and ranks > 1 and not training.ddp_bucket_view and alive == moving:
         items.append(
@@ -228,7 +230,7 @@ def memory_by_ranks(
     root.zero_grad(set_to_none=True)
 
     def left(of: tuple[MemoryItem, ...]) -> int:
-        return max(0, step - round(sum(item.whole - item.size for item in of if item.in_step)))
+        return max(0, step - round(sum(item.unsharded - item.size for item in of if item.in_step)))
 
     return {ranks: DeviceMemory(of, left(of), bucket, batch) for ranks, of in items.items()}
 
