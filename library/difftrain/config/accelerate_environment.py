@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from difftrain.config.layers import Layer
-from difftrain.config.schema.validate import choices_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
 
@@ -125,9 +124,6 @@ def _fsdp(layer: Layer, environ: Mapping[str, str]) -> None:
     if not is_on(_FSDP):
         if is_on(_PARALLEL):
             refuse(_PARALLEL, "is not offered without FSDP", _OURS)
-        return
-    if "fsdp" not in choices_of("training.engine"):
-        refuse(_FSDP, "is not offered", _OURS)
         return
 
     # --- engine and shards: version 1 names a strategy, version 2 whether weights are resharded

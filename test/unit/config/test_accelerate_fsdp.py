@@ -12,10 +12,6 @@ from refusals import is_about
 
 from difftrain.config import accelerate_environment, parse_flags, parse_keys
 from difftrain.config.accelerate_environment import fsdp_layer
-from difftrain.config.schema.validate import choices_of
-
-if "fsdp" not in choices_of("training.engine"):
-    pytest.skip("the fsdp engine is not here", allow_module_level=True)
 
 ON = "ACCELERATE_USE_FSDP=true"
 TWO = f"{ON} FSDP_VERSION=2"

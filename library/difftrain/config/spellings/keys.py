@@ -36,6 +36,9 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024", takes="N,N,..."),
     Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
+    Row("engine", "str", "training.engine", "the same as --engine.type"),
+    Row("shard", "str", "fsdp.shard", "the same as --engine.shard"),
+    Row("shard_size", "int", "fsdp.shard_size", "the same as --engine.shard_size"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
     Row("master_port", "str", "", "the same for MASTER_PORT", takes="N"),
 )}
@@ -55,7 +58,7 @@ STORAGE_DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
-_ENGINES = ("native", "accelerate", "deepspeed")
+_ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
@@ -239,10 +242,15 @@ KEYS: tuple[Row, ...] = (
     key("x_axis_examples", "monitoring -", "logging.x_axis_examples"),
     # [engine]
     key("type", "engine", "?engine",
-        "native or accelerate; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
+        "native, accelerate or fsdp; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
     key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
     key("config", "deepspeed", "?deepspeed_config",
         "DeepSpeed's JSON, as the option --deepspeed_config", "str"),
+    key("shard", "engine -", "fsdp.shard"),
+    key("shard_size", "engine -", "fsdp.shard_size"),
+    key("fsdp_reshard_after_forward", "engine -", "fsdp.reshard_after_forward"),
+    key("fsdp_reduce", "engine -", "fsdp.reduce"),
+    key("fsdp_cpu_offload", "engine -", "fsdp.cpu_offload"),
     key("device", "engine", "training.device"),
     key("threads", "engine", "training.threads"),
 )

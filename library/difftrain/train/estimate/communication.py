@@ -11,6 +11,7 @@ sends of its own figures (a loss, a norm: a few bytes) is left out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -106,9 +107,26 @@ def spread_of(cfg: TrainConfig, ranks: int) -> Spread:
         computed = FP32 if training.mixed_precision == "no" else HALF
         way = f"zero{cfg.deepspeed.zero_stage}"
         return replace(plain, way=way, weight_bytes=computed, gradient_bytes=computed)
+    if training.engine == "fsdp":
+        return replace(
+            plain,
+            way="fsdp",
+            shard=shard_size(cfg, ranks),
+            weight_bytes=half if training.mixed_precision == "no" else HALF,
+            reshards=cfg.fsdp.reshard_after_forward == "always",
+            reduces_each=cfg.fsdp.reduce == "each",
+        )
     if kind == "oss":
         return replace(plain, way="fairscale" if training.engine == "accelerate" else "oss")
     return plain
+
+
+def shard_size(cfg: TrainConfig, ranks: int) -> int:
+    """Return how many ranks share one copy of weights, gradients and state: one, but with FSDP."""
+    if cfg.training.engine != "fsdp":
+        return 1
+    on_a_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or min(ranks, Cluster.per_machine))
+    return min(ranks, cfg.fsdp.shard_size or (on_a_machine if cfg.fsdp.shard == "hybrid" else ranks))
 
 
 def size_of(root: nn.Module, blocks: Iterable[nn.Module]) -> ModelSize:

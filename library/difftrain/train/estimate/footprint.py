@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ from difftrain.engine.master_weights import DTYPES
 from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
-from difftrain.train.estimate.communication import spread_of
+from difftrain.train.estimate.communication import shard_size, spread_of
 from difftrain.train.saving import is_one_file, layout_of
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class MemoryItem:
     unsharded: float = 0.0  # what it would be of a step where nothing is sharded
 
 
-def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> list[MemoryItem]:
-    """Estimate what one card holds at all times, by formula; activations come on top. gathered: weights that a step
-    puts together where they are sharded."""
+def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
+    """Estimate what one card holds at all times, by formula; activations come on top."""
     training, moving, spread = cfg.training, trained(parts.root), spread_of(cfg, ranks)
     halves = cfg.deepspeed.enable and training.mixed_precision != "no"  # DeepSpeed keeps them, with fp32 masters
     wide = HALF if training.full_precision or halves else FP32  # of a weight that is computed with, and of a gradient
@@ -69,8 +69,6 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> 
         MemoryItem(f"weights in {kept_in}", weights * spread.weights_share, formula),
         MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
-    if gathered:
-        items.append(MemoryItem("gathered weights", gathered, "of what is of no block, and of two blocks"))
     kept = "fp32" if halves else weights_kept(training)
     if (training.full_precision or halves) and kept in KEPT_BYTES:
         share = spread.state_share if halves else spread.weights_share
@@ -84,9 +82,9 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, gathered: float = 0.0) -> 
     items.append(
         MemoryItem("gradients", unsharded * spread.gradients_share, formula, in_step=True, unsharded=unsharded)
     )
-    if training.mixed_precision != "no" and not training.full_precision and not halves:
+    if training.mixed_precision != "no" and not training.full_precision and not halves and spread.shard == 1:
         casts = 2.0 * moving
-        share = spread.weights_share if spread.way == "pipeline" else 0.0 if spread.way == "fsdp" else 1.0
+        share = spread.weights_share if spread.way == "pipeline" else 1.0
         items.append(
             MemoryItem("casts of autocast", casts * share, "2 B per trained parameter", in_step=True, unsharded=casts)
         )
@@ -215,29 +213,46 @@ def memory_by_ranks(
     cfg: TrainConfig, family: Any, parts: Parts, counts: Iterable[int], bucket: Bucket, batch: int
 ) -> dict[int, DeviceMemory]:
     """Do so for several numbers of ranks. The step is that of a whole model, less what sharding takes off."""
-    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in family.repeated(parts)]
-    elements = sum(parameter.numel() for parameter in parts.root.parameters())
-    items = {}
-    for ranks in counts:
-        spread = spread_of(cfg, ranks)
-        together = elements if not spread.reshards else elements - sum(blocks) + 2 * max(blocks, default=0)
-        sharded = spread.way == "fsdp" and spread.shard > 1
-        items[ranks] = tuple(needs(cfg, parts, ranks, spread.weight_bytes * together if sharded else 0.0))
-    root, half = parts.root.to("meta"), cfg.training.full_precision
-    if half:
-        root.to(DTYPES[half])
-    step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root))
-    root.zero_grad(set_to_none=True)
+    items = {ranks: tuple(needs(cfg, parts, ranks)) for ranks in counts}
+    shards = {ranks: shard_size(cfg, ranks) for ranks in items}
+    root, training = parts.root.to("meta"), cfg.training
+    moving = trained(root)
+    steps = {}
+    for sharded in sorted({size > 1 for size in shards.values()}):  # whole ones first: the others' root is half
+        # FSDP gathers what autocast would cast
+        half = training.full_precision or (training.mixed_precision if sharded else None)
+        if half in DTYPES:
+            root.to(DTYPES[half])
+        reduces = sharded and (training.accumulation == 1 or cfg.fsdp.reduce == "each")
+        free = partial(_free_gradients, cfg, reduces=reduces)
+        whole_step = step_peak(cast("BaseFamily", family), root, bucket, batch, free)
+        root.zero_grad(set_to_none=True)
+        width = next(root.parameters()).element_size()
+        # the whole weights of two blocks: one runs, and the next one is gathered
+        sizes = [sum(p.numel() for p in block.parameters()) * width for block in family.repeated(parts)]
+        for ranks in (ranks for ranks, size in shards.items() if (size > 1) == sharded):
+            step = whole_step
+            if sharded:
+                # gradients of fp32, whole or the rows of reduced ones
+                step += FP32 * moving // shards[ranks] if reduces else (FP32 - width) * moving
+                step += 2 * max(sizes, default=0)
+            else:
+                step -= round(sum(item.unsharded - item.size for item in items[ranks] if item.in_step))
+            steps[ranks] = max(0, step)
+    return {ranks: DeviceMemory(of, steps[ranks], bucket, batch) for ranks, of in items.items()}
 
-    def left(of: tuple[MemoryItem, ...]) -> int:
-        return max(0, step - round(sum(item.unsharded - item.size for item in of if item.in_step)))
 
-    return {ranks: DeviceMemory(of, left(of), bucket, batch) for ranks, of in items.items()}
+def _free_gradients(cfg: TrainConfig, root: nn.Module, reduces: bool) -> None:
+    """Take gradients away where the backward pass does: updates free those of a group once all are there.
 
-
-def _free_gradients(cfg: TrainConfig, root: nn.Module) -> None:
-    """Take gradients away where the update does so during the backward pass: once those of a group are all there."""
+    reduces: each is cut over the ranks as soon as it is there.
+    """
     section = cfg.optimizer
+    if reduces:
+        for parameter in root.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
         return
     named = {name: parameter for name, parameter in root.named_parameters() if parameter.requires_grad}
