@@ -30,7 +30,7 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
         clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=None,
         model=SimpleNamespace(engine=Nothing(), averages=Nothing(), parts=None),
         plan=SimpleNamespace(counts=lambda step: [(SimpleNamespace(bucket=None), 1)]), progress=SimpleNamespace(step=0, samples_seen=0),
-        ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
+        ranks=SimpleNamespace(agree=lambda wanted: wanted, doing=lambda what: None), device=Nothing(), cfg=None,
     )  # fmt: skip
     saving: Any = SimpleNamespace(
         requested=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
