@@ -238,9 +238,11 @@ class Heartbeats:
         if self._dumped:
             return
         self._dumped = True
-        at = stacks.place_of(self._error) if self._error is not None else stacks.here()
+        at = stacks.origin_of(self._error) if self._error is not None else stacks.here()
         lasts = f"{time.monotonic() - self._since:.0f} s"
-        what = f"waits for the other ranks since {lasts}" if self._waiting else f"does not wait for another, since {lasts}"
+        what = (
+            f"waits for the other ranks since {lasts}" if self._waiting else f"does not wait for another, since {lasts}"
+        )
         stacks.dump(self._rank, f"rank {self._rank} of {self._size}, {self._doing}: {what}, at {at}", self._error)
 
     def _follow_the_store(self) -> None:
@@ -251,7 +253,9 @@ class Heartbeats:
         try:
             socket.create_connection((host, port), 5.0).close()
         except OSError:
-            self._end_process(f"nothing keeps the ranks' store at {host}:{port} any more, and this one did not end by itself")
+            self._end_process(
+                f"nothing keeps the ranks' store at {host}:{port} any more, and this one did not end by itself"
+            )
 
     def _end_process(self, why: str) -> None:
         self._dump()
@@ -288,7 +292,9 @@ def sentence(roll: Roll, size: int, limit: str, where: str) -> str:
         what = f"{silence(roll.silent, size)}: it was stopped or killed, or its machine cannot be reached"
         return what + _last(roll, roll.silent, "last seen ")
     if roll.late:
-        return f"{named(roll.late, size, ('is', 'are'))} alive, but did not arrive within {limit}" + _last(roll, roll.late)
+        return f"{named(roll.late, size, ('is', 'are'))} alive, but did not arrive within {limit}" + _last(
+            roll, roll.late
+        )
     return "the connection to another rank broke, though every rank that is left is alive: look at the network"
 
 

@@ -16,30 +16,30 @@ from types import FrameType, TracebackType
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 OWN = str(Path(__file__).resolve().parent) + os.sep  # where ranks wait for one another: who called that is of interest
 MOST_THREADS = 20
-Place = tuple[str, int, str]  # file, line, function
+Location = tuple[str, int, str]  # file, line, function
 
 
 def here() -> str:
     """Return where the main thread is, as `train/loop.py:68 in _steps`: its innermost line of this package."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return place(_outwards(frame))
+    return innermost(_outwards(frame))
 
 
-def place_of(error: BaseException) -> str:
+def origin_of(error: BaseException) -> str:
     """Return where an error of the main thread comes from, in the same words."""
-    return place(reversed(list(_inwards(error.__traceback__))))
+    return innermost(reversed(list(_inwards(error.__traceback__))))
 
 
-def place(places: Iterable[Place]) -> str:
-    """Return the first of some places that is of this package, the innermost place first."""
-    innermost = ""
-    for file, line, function in places:
+def innermost(lines: Iterable[Location]) -> str:
+    """Return the first line of this package among some, of which the innermost is the first."""
+    library = ""
+    for file, line, function in lines:
         if file.startswith(OWN):
             continue
         if file.startswith(PACKAGE):
             return f"{file.removeprefix(PACKAGE)}:{line} in {function}"
-        innermost = innermost or f"{Path(file).name}:{line} in {function}"
-    return innermost
+        library = library or f"{Path(file).name}:{line} in {function}"
+    return library
 
 
 def stacks(error: BaseException | None = None) -> str:
@@ -71,13 +71,13 @@ def say(text: str) -> None:
         return
 
 
-def _outwards(frame: FrameType | None) -> Iterable[Place]:
+def _outwards(frame: FrameType | None) -> Iterable[Location]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def _inwards(trace: TracebackType | None) -> Iterable[Place]:
+def _inwards(trace: TracebackType | None) -> Iterable[Location]:
     while trace is not None:
         code = trace.tb_frame.f_code
         yield code.co_filename, trace.tb_lineno, code.co_name

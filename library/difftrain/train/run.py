@@ -41,6 +41,7 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s
 from difftrain.report.notices import open_notices
 from difftrain.report.progress import SIGNS
+from difftrain.train.agreement import agree_on_model, agree_on_start
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
 from difftrain.train.diagnosis import out_of_memory
@@ -124,6 +125,7 @@ def _run(
         notice = cfg.save.preempt_file if ranks.leads_node else None
         requests = stack.enter_context(Requests(NoticeFile(Path(notice)) if notice else None).listening())
         run_log = stack.enter_context(logged(ranks.is_logger))
+        agree_on_start(cfg, ranks)
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
@@ -279,6 +281,7 @@ def assemble(
 
     # --- 3. plan: which draws form each global batch, from the checkpoint's position on
     SIGNS.now("planning the batches")
+    agree_on_model(parts.config, ranks)
     plan, total = plan_run(cfg, data, engine.dp_size, ranks, session)
     first_step = initial_step(cfg, plan, total) if fresh else session.step
     identity = identity_of(cfg, parts, plan, session, ranks, torch.get_num_threads())

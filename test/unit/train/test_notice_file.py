@@ -79,7 +79,9 @@ def test_a_notice_stops_and_a_signal_behind_it_says_how(tmp_path: Path) -> None:
 
 @pytest.mark.flags("preempt_file")
 @pytest.mark.parametrize("given", ["", "pictures", "missing/notice"])
-def test_a_notice_that_could_never_be_seen_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_that_could_never_be_seen_is_refused(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()
     line = ["--init_from_config=tiny", "--train_data_dir=pictures", "--output_dir=out", "--resolution=64"]
