@@ -173,7 +173,7 @@ class Heartbeats:
         self._store.set(str(self._rank), f"{lived:.2f} {int(self._waiting > 0)} {where}")
         # a thread of C prints where this process is, if it is held up so that not even this thread comes to run
         with contextlib.suppress(Exception):
-            faulthandler.dump_traceback_later(self._limit_s, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._limit_s, file=sys.__stderr__ or 2)
 
     def _called(self) -> Roll:
         """Compare two readings. Heartbeats go on between them: others may be asking too."""
@@ -238,7 +238,7 @@ class Heartbeats:
         if self._dumped:
             return
         self._dumped = True
-        at = stacks.origin_of(self._error) if self._error is not None else stacks.here()
+        at = stacks.here(self._error)
         lasts = f"{time.monotonic() - self._since:.0f} s"
         what = (
             f"waits for the other ranks since {lasts}" if self._waiting else f"does not wait for another, since {lasts}"

@@ -19,21 +19,15 @@ MOST_THREADS = 20
 Location = tuple[str, int, str]  # file, line, function
 
 
-def here() -> str:
-    """Return where the main thread is, as `train/loop.py:68 in _steps`: its innermost line of this package."""
+def here(error: BaseException | None = None) -> str:
+    """Return where the main thread is, as `train/loop.py:68 in _steps`: its innermost line of this package.
+
+    error: what has just ended its waiting; the lines that it left by then come first.
+    """
+    left = reversed(list(_inwards(error.__traceback__))) if error is not None else ()
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return innermost(_outwards(frame))
-
-
-def origin_of(error: BaseException) -> str:
-    """Return where an error of the main thread comes from, in the same words."""
-    return innermost(reversed(list(_inwards(error.__traceback__))))
-
-
-def innermost(lines: Iterable[Location]) -> str:
-    """Return the first line of this package among some, of which the innermost is the first."""
     library = ""
-    for file, line, function in lines:
+    for file, line, function in (*left, *_outwards(frame)):
         if file.startswith(OWN):
             continue
         if file.startswith(PACKAGE):

@@ -19,6 +19,7 @@ from typing import Any
 import difftrain
 from difftrain.config import TrainConfig
 from difftrain.config.digest import of_every_machine
+from difftrain.config.schema.validate import fields
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
@@ -132,9 +133,7 @@ def differing_fields(first: Mapping[str, Any], other: Mapping[str, Any]) -> list
 
 
 def _spelled(name: str) -> str:
-    section, _, field = name.partition(".")
-    known = section in TrainConfig.model_fields and field in TrainConfig.model_fields[section].annotation.model_fields
-    return option(name) if known else name
+    return option(name) if name in fields() else name
 
 
 def _shown(value: Any) -> str:
