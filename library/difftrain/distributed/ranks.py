@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import TrainingFault
-from difftrain.distributed import heartbeats
+from difftrain.distributed import heartbeats, rounds
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.loopback import loopback_only
 
@@ -95,7 +95,10 @@ class Ranks:
             _meeting(launch.rank, f"{at} %s; {_TO_CHECK}", timeout),
         ):
             with loopback_only(launch):
-                dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+                shared = rounds.open_round(launch, timeout) if rounds.needed() else None
+                dist.init_process_group(
+                    device.backend, timeout=timeout, store=shared, rank=launch.rank, world_size=launch.size
+                )
             store: Any = dist.PrefixStore("difftrain/heartbeats", dist.distributed_c10d._get_default_store())
             own = heartbeats.Heartbeats(
                 store.clone(),
