@@ -182,6 +182,6 @@ def test_ranks_start_again_where_that_may_help(job: Job, how: str, code: int, st
     text, _ = process.communicate(timeout=60)
     assert process.returncode == code, text
     assert len((job.folder / "starts").read_text()) == starts, text
-    assert text.count("start again (") == starts - 1 and "Traceback" not in text, text
-    assert ("SIGKILL: all ranks start again (1 of 2)" in text) is (how == "killed")
+    assert [f"({number} of 2)" in text for number in (1, 2)] == [starts > 1, starts > 2] and "Traceback" not in text
+    assert ("by SIGKILL" in text) is (how == "killed")
     assert ("pre-emption" in text) is (code == 75)
