@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +51,12 @@ class Roll:
 
 @dataclass(frozen=True)
 class Sign:
-    """A heartbeat that was read: how long the rank has lived, whether it waits for others, and where it is."""
+    """A heartbeat that was read: how long the rank has lived, whether it waits for others, its pace, and where it is."""
 
     text: str
     seconds: float = 0.0
     is_waiting: bool = False
+    pace: str = ""
     where: str = ""
 
     @classmethod
@@ -63,8 +64,8 @@ class Sign:
         """Read what `Heartbeats` wrote."""
         if text in (LEFT, FAILED):
             return cls(text)
-        seconds, waiting, where = text.split(" ", 2)
-        return cls(text, float(seconds), waiting == "1", where)
+        seconds, waiting, pace, where = text.split(" ", 3)
+        return cls(text, float(seconds), waiting == "1", pace.strip("-"), where)
 
     @property
     def lives(self) -> bool:
@@ -97,6 +98,11 @@ class Heartbeats:
         self._roll = Roll(answered=False)
         self._seen = ("", time.monotonic(), False)  # the neighbour's last sign, since when, whether it was named
         self._dumped, self._over_at = False, 0.0
+        self.pace = (
+            ""  # what the others may know of this rank's own time: one word, as train/diagnosis/slow_ranks.py has it
+        )
+        self._comparing: tuple[Callable[[list[str]], None], float] | None = None
+        self._compared_at = self._born
         if rank == 0:
             for key in (DUMP, OVER):
                 self._store.set(key, "")
@@ -119,6 +125,10 @@ class Heartbeats:
     def doing(self, what: str) -> None:
         """Say what this rank does from here on; `STEP` and its number while a step is computed."""
         self._doing, self._since = what, time.monotonic()
+
+    def compare(self, look: Callable[[list[str]], None], every_s: float) -> None:
+        """Let a function look at the pace of every rank from time to time, on this rank's thread."""
+        self._comparing = (look, every_s)
 
     def roll(self, error: BaseException | None = None, *, stacks: bool = False) -> Roll:
         """Find out who is missing; takes some seconds, unless a rank has said that it fails.
@@ -158,6 +168,7 @@ class Heartbeats:
                     self._roll = self._called()
                     self._answered.set()
                 self._look()
+                self._compare()
             if self._last:
                 self._store.set(str(self._rank), self._last)
                 self._store.set(OVER, str(self._rank))
@@ -170,7 +181,7 @@ class Heartbeats:
     def _give(self) -> None:
         where = f"{self._doing}, {stacks.here()}".replace("\n", " ")
         lived = time.monotonic() - self._born
-        self._store.set(str(self._rank), f"{lived:.2f} {int(self._waiting > 0)} {where}")
+        self._store.set(str(self._rank), f"{lived:.2f} {int(self._waiting > 0)} {self.pace or '-'} {where}")
         # a thread of C prints where this process is, if it is held up so that not even this thread comes to run
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(self._limit_s, file=sys.__stderr__ or 2)
@@ -212,6 +223,14 @@ class Heartbeats:
             self._over_at = self._over_at or time.monotonic()
             if time.monotonic() - self._over_at > END_S and not self._ended.is_set():
                 self._end_process(f"rank {over} has left the job {END_S:g} s ago, and this one did not end by itself")
+
+    def _compare(self) -> None:
+        if self._comparing is None or time.monotonic() - self._compared_at < self._comparing[1]:
+            return
+        self._compared_at = time.monotonic()
+        signs = self._read(range(self._size))
+        if all(sign.lives for sign in signs):
+            self._comparing[0]([sign.pace for sign in signs])
 
     def _is_stuck(self) -> bool:
         """Tell whether a wait for others, or a step, has come close to the limit."""

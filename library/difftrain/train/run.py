@@ -46,6 +46,7 @@ from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
 from difftrain.train.diagnosis import out_of_memory
 from difftrain.train.diagnosis.non_finite import NonFinite
+from difftrain.train.diagnosis.slow_ranks import PaceHook
 from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.drawing import Drawing
 from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
@@ -159,7 +160,9 @@ def _run(
         meter, saving, evaluating, drawing = make_hooks(this, outputs)
         # what a step is worth is written down before the step is saved: a kill in between loses neither
         tracing = Tracing(this.cfg, this.model, device, ranks, this.clock)
-        hooks: list[Hook] = [tracing, evaluating, drawing, saving]
+        pace = PaceHook(this.model.parts.root, ranks, this.clock, cfg.logging.log_every, device.marker())
+        this.slow_ranks = pace.notes
+        hooks: list[Hook] = [pace, tracing, evaluating, drawing, saving]
         if ranks.is_logger:
             hooks.append(Reporting(partial(report_so_far, this, outputs, meter, saving), saving, this.clock))
         say_what_runs(this)
