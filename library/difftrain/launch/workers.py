@@ -213,7 +213,7 @@ def _judge_before_restarts() -> None:
             _print(f"{_how(rank, int(failure.exitcode))}: all ranks start again ({count} of {group.spec.max_restarts})")
         return result
 
-    LocalElasticAgent._monitor_workers = judging
+    LocalElasticAgent._monitor_workers = judging  # type: ignore[method-assign]
 
 
 def _how(rank: int, code: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from difftrain.train.diagnosis.slow_ranks import LOOKS, Pace, SlowRanks
+from difftrain.train.diagnosis.slow_ranks import LOOKS, RankPace, SlowRanks
 
 STEP_S = 1.0
 
@@ -15,13 +15,13 @@ class Job:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.slow = SlowRanks(self.said.append)
-        self.sums = [Pace() for _ in range(4)]
+        self.sums = [RankPace() for _ in range(4)]
 
     def look(
         self, *, data: dict[int, float] | None = None, output: dict[int, float] | None = None, steps: int = 10
     ) -> None:
         for rank, before in enumerate(self.sums):
-            self.sums[rank] = Pace(
+            self.sums[rank] = RankPace(
                 before.steps + steps,
                 before.wall_s + steps * STEP_S,
                 before.data_s + steps * (data or {}).get(rank, 0.02),

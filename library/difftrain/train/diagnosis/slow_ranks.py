@@ -32,7 +32,7 @@ log = logging.getLogger("difftrain")
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankPace:
     """Sums of a rank since the beginning of its session."""
 
     steps: int = 0
@@ -41,7 +41,7 @@ class Pace:
     output_s: float = 0.0  # from the beginning of the forward pass to its output, of each step's first micro batch
 
     @classmethod
-    def of(cls, text: str) -> Pace | None:
+    def of(cls, text: str) -> RankPace | None:
         """Read what `str` wrote; None where a rank has said nothing yet."""
         if not text:
             return None
@@ -51,12 +51,12 @@ class Pace:
     def __str__(self) -> str:
         return f"{self.steps}/{self.wall_s:.4f}/{self.data_s:.4f}/{self.output_s:.4f}"
 
-    def since(self, before: Pace) -> Pace:
+    def since(self, before: RankPace) -> RankPace:
         """Return seconds per step since an earlier reading; steps stay a number."""
         steps = self.steps - before.steps
         if steps < 1:
-            return Pace()
-        return Pace(
+            return RankPace()
+        return RankPace(
             steps,
             (self.wall_s - before.wall_s) / steps,
             (self.data_s - before.data_s) / steps,
@@ -69,13 +69,13 @@ class SlowRanks:
 
     def __init__(self, log: Callable[[str], None] = log.warning) -> None:
         self._log = log
-        self._before: list[Pace] = []
+        self._before: list[RankPace] = []
         self._streaks: dict[tuple[int, str], int] = {}
         self.notes: list[str] = []
 
     def look(self, texts: Sequence[str]) -> None:
         """Take every rank's sums, in rank order."""
-        now = [Pace.of(text) for text in texts]
+        now = [RankPace.of(text) for text in texts]
         if any(pace is None for pace in now):
             return
         paces = [pace for pace in now if pace is not None]
@@ -94,7 +94,7 @@ class SlowRanks:
                 self._log(text)
 
     @staticmethod
-    def _judged(rank: int, spans: Sequence[Pace]) -> list[tuple[str, str]]:
+    def _judged(rank: int, spans: Sequence[RankPace]) -> list[tuple[str, str]]:
         """Say what of a rank takes longer than what the others need."""
         own, others = spans[rank], [span for number, span in enumerate(spans) if number != rank]
         usual_data = statistics.median(span.data_s for span in others)
@@ -157,7 +157,7 @@ class PaceHook:
         account = self._clock.session()
         spans = (account.warm, account.steady)
         self._ranks.heartbeats.pace = str(
-            Pace(
+            RankPace(
                 sum(span.steps for span in spans),
                 sum(span.wall_s for span in spans),
                 sum(span.wait_s for span in spans),
