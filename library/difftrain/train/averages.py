@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
-from difftrain.engine.snapshot import CheckpointReader
+from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -135,15 +135,18 @@ class Averages:
     # --- checkpoints
 
     def write(self, folder: Path) -> list[Path]:
-        """Write all averages into a checkpoint; whole on every rank, so the logger's do."""
+        """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
         written = []
-        if self.ema is not None:
-            written.append(folder / f"{PLAIN}-00000.safetensors")
-            save_file(self.ema.state_dict(), written[-1], metadata={UPDATES: str(self.ema.updates)})
-        for ema in self.profiles:
-            written.append(folder / f"{POWER.format(width=ema.width)}-00000.safetensors")
-            save_file(ema.state_dict(), written[-1], metadata={UPDATES: str(ema.updates)})
+        moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
+        for kind, average in (*moving, *self._by_width()):
+            file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
+            if file is not None:
+                written.append(folder / file.name)
+                save_file(dict(file.tensors), written[-1], metadata=dict(file.metadata))
         return written
+
+    def _by_width(self) -> list[tuple[str, PowerEma]]:
+        return [(POWER.format(width=ema.width), ema) for ema in self.profiles]
 
     def load(self, folder: Path, ranks: Ranks, step: int) -> None:
         """Take all averages from the checkpoint of a step. Every rank calls it, once the weights are restored.
@@ -159,7 +162,7 @@ class Averages:
                     folder,
                 )
         elif reader.shapes:
-            _load(self.ema, reader)
+            self._load(self.ema, reader)
             known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
             self.ema.updates = int(known) if known else step // self.section.update_every
         else:
@@ -175,10 +178,22 @@ class Averages:
                 folder,
                 left,
             )
-        for ema in self.profiles:
-            reader = CheckpointReader(folder, POWER.format(width=ema.width), ranks)
-            _load(ema, reader)
+        for kind, ema in self._by_width():
+            reader = CheckpointReader(folder, kind, ranks)
+            self._load(ema, reader)
             ema.updates = int(reader.metadata[0][UPDATES])
+
+    def _load(self, average: Average, reader: CheckpointReader) -> None:
+        """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
+        held = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+
+        def wanted(name: str, shape: Shape) -> FlatRange:
+            extent, own = held.get(name, (Extent(shape, 0), shape))
+            if extent.shape != shape:
+                raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
+            return FlatRange(extent.offset, own)
+
+        average.load_state_dict({name: tensor.clone() for name, tensor in reader.ranges(wanted)})
 
     # --- snapshots
 
@@ -208,10 +223,6 @@ class Averages:
 
         all_tried(partial(store, ema) for ema in self.profiles)
         self.snapshots_at = step
-
-
-def _load(average: Average, reader: CheckpointReader) -> None:
-    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
 
 
 def percent(share: float) -> str:

@@ -179,12 +179,12 @@ class Saving:
 
             def write(folder: Path) -> list[Path]:
                 files = snapshot.write(folder) if snapshot is not None else []
+                files += self._model.averages.write(folder) if same is None else []
                 if ranks.is_logger:
                     files += second_names(same, folder) if same is not None else []
                     files.append(progress.write(folder))
                     files.append(folder / CLOCK_FILE)
                     files[-1].write_text(json.dumps(self._clock.state()))
-                    files += self._model.averages.write(folder) if same is None else []
                 return files
 
             # --- commit it, or say why not
