@@ -199,6 +199,7 @@ KEYS: tuple[Row, ...] = (
     key("save_every_n_examples", "save -", "save.every_n_examples"),
     key("checkpoint_every_n_minutes", "save -", "save.checkpoint_every_n_minutes"),
     key("checkpoint_every_n_epochs", "save -", "save.checkpoint_every_n_epochs"),
+    key("preempt_file", "save -", "save.preempt_file"),
     key("save_dtype", "save -", "save.precision", words=STORED),
     key("resume_from_checkpoint", "save -", "?resume",
         "latest, a step, or a folder: as the option --resume_from_checkpoint", "any"),
