@@ -24,7 +24,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Fault, Group, Inputs, Stats, TensorFile
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.checkpoint_reader import FlatRange, Shape
-from difftrain.engine.checkpointing import CheckpointedEngine, RankShare
+from difftrain.engine.checkpointing import CheckpointedEngine, CheckpointShare
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.master_weights import MasterWeights, norms
 from difftrain.engine.partition import STAGES, Cut
@@ -291,13 +291,13 @@ class PipelineEngine(CheckpointedEngine):
                 dist.broadcast(value.reshape(-1).view(torch.uint8), group=self._grid.pp_host, group_src=holder)
             yield name, value
 
-    def _share(self) -> RankShare:
+    def _share(self) -> CheckpointShare:
         """Choose what this rank writes: the first replica writes, each rank of it its stage."""
         own = self._own_state()
         names = set(own) if self.dp_rank == 0 else set()
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(names, kept.__setitem__)
-        return RankShare(self._master_weights.chosen(names, own), states, kept)
+        return CheckpointShare(self._master_weights.chosen(names, own), states, kept)
 
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages: in the first replica those of its stage."""
@@ -308,7 +308,7 @@ class PipelineEngine(CheckpointedEngine):
     def _stored_shapes(self) -> tuple[Mapping[str, Shape], Iterable[str]]:
         return self._all_shapes, self._all_trained
 
-    def _held(self, name: str, shape: Shape) -> FlatRange | None:
+    def _range_of(self, name: str, shape: Shape) -> FlatRange | None:
         """Return all of a weight of this stage."""
         return FlatRange(0, shape) if self._run_of[name] % self.stages == self.stage else None
 

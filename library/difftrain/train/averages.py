@@ -185,13 +185,13 @@ class Averages:
 
     def _load(self, average: Average, reader: CheckpointReader) -> None:
         """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
-        held = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+        shards = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
         trained = self.engine.trained_shapes()
 
         def wanted(name: str, shape: Shape) -> FlatRange | None:
-            if name in trained and name not in held:
+            if name in trained and name not in shards:
                 return None  # another rank's
-            extent, own = held.get(name, (Extent(shape, 0), shape))
+            extent, own = shards.get(name, (Extent(shape, 0), shape))
             if extent.shape != shape:
                 raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
             return FlatRange(extent.offset, own)
