@@ -112,12 +112,12 @@ class Cut:
         """Cut a root, whole or without memory, as the configuration says. Raises ConfigFault."""
         training = cfg.training
         sizes = {name: value.numel() for name, value in (*root.state_dict().items(), *root.named_parameters())}
-        held = dict.fromkeys(range(-1, len(chain.units) + 1), 0)
+        counts = dict.fromkeys(range(-1, len(chain.units) + 1), 0)
         for name, size in sizes.items():
-            held[chain.owner(name)] += size
-        units = [Unit(n, type(root.get_submodule(n)).__name__, held[i]) for i, n in enumerate(chain.units)]
+            counts[chain.owner(name)] += size
+        units = [Unit(n, type(root.get_submodule(n)).__name__, counts[i]) for i, n in enumerate(chain.units)]
         total = training.pipeline_stages * PIECES[training.pipeline_schedule]
-        ends = {"entering": held[-1], "leaving": held[len(units)]}
+        ends = {"entering": counts[-1], "leaving": counts[len(units)]}
         runs = cut(units, total, training.partition_method, training.partition_split, **ends)
         run_of = {number: run for run, numbers in enumerate(runs) for number in numbers}
         run_of |= {-1: 0, len(units): total - 1}

@@ -191,7 +191,7 @@ def launch(recipe_name: str, layout: str, argv: list[str], command: str, caller:
 def start(launch: LaunchPlan, cfg: TrainConfig, lines: list[str]) -> None:
     """Become the process that starts the ranks; what was said so far opens the log."""
     launch.output.mkdir(parents=True, exist_ok=True)
-    config_digest = digest(cfg, launch.where.world_size)
+    config_digest = digest(cfg, cfg.replicas(launch.where.world_size))
     occupant.write_note(launch.output, config_digest, finished=False)
     words, tokens = to_environment(launch.words)  # neither the log nor `ps` shows them
     environ = launch.where.environment(dict(os.environ)) | tokens

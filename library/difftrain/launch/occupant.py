@@ -31,7 +31,7 @@ def look(output: Path, cfg: TrainConfig, world_size: int) -> Occupant:
 
     if not output.is_dir():
         return Occupant()
-    ours = digest(cfg, world_size)
+    ours = digest(cfg, cfg.replicas(world_size))
     for nested in (output, *sorted(output.glob("node[0-9]*"))):
         try:
             checkpoint.Claim.acquire(nested, ours).release()

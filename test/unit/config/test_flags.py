@@ -22,6 +22,7 @@ SPEC = {
 # frozen: a name that leaves this list breaks somebody's script; one that joins it is a promise
 FROZEN_OURS = {
     "config", "dry_run", "family", "init_from_config", "tokenizer1_path", "tokenizer2_path", "half_vae",
+    "partition_method", "partition_split", "pipeline_schedule", "pipeline_stages",
     "enable_npu_flash_attention", "max_train_epoch", "engine", "device", "threads", "performance", "max_skipped_steps",
     "use_ema", "ema_decay", "ema_profiles", "ema_snapshot_precision", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order", "epoch_batches",
     "tar_streams", "tar_window", "verify_data", "image_column", "caption_column", "validation_split", "validation_seed",
