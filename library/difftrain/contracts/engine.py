@@ -96,6 +96,7 @@ class Engine(Protocol):
     ) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
     def snapshot(self) -> Snapshot: ...
+    def reserve_snapshot(self) -> Callable[[], None]: ...  # its memory, ahead of the first; what touches it is returned
     def restore(
         self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0
     ) -> None: ...  # optimizer: its state too; params: and what it changed in its groups; schedule_from: a position

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class CheckpointedEngine(BaseEngine):
         # --- copies, in memory of their own
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
-        engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
+        engine = deepcopy(self._describe(kept.__setitem__)) if self.ranks.rank == 0 else None
         chosen = self._master_weights.chosen(names, weights)
         copies = self._buffers.copy((f"{WEIGHTS} {name}", value) for name, value in chosen)
         state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
@@ -91,6 +92,12 @@ class CheckpointedEngine(BaseEngine):
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""
+        with self._buffers.reserving():
+            self.snapshot()
+        return self._buffers.touch
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {

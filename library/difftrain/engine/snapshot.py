@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,6 +73,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._reserves = False
 
     @torch.no_grad()
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -81,8 +83,22 @@ class HostBuffers:
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies[name] = buffer.copy_(tensor.detach())
+            copies[name] = buffer if self._reserves else buffer.copy_(tensor.detach())
         return copies
+
+    @contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Take the memory of copies that are asked for inside, and copy nothing."""
+        self._reserves = True
+        try:
+            yield
+        finally:
+            self._reserves = False
+
+    def touch(self) -> None:
+        """Write to all memory once: a system hands it out at the first write, for a third of a second a GiB and more."""
+        for buffer in list(self._buffers.values()):
+            buffer.zero_()
 
 
 ENGINE_FILE = "engine.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
-from difftrain.engine.snapshot import CheckpointReader
+from difftrain.engine.snapshot import CheckpointReader, HostBuffers
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -134,16 +134,27 @@ class Averages:
 
     # --- checkpoints
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write all averages into a checkpoint; whole on every rank, so the logger's do."""
-        written = []
-        if self.ema is not None:
-            written.append(folder / f"{PLAIN}-00000.safetensors")
-            save_file(self.ema.state_dict(), written[-1], metadata={UPDATES: str(self.ema.updates)})
-        for ema in self.profiles:
-            written.append(folder / f"{POWER.format(width=ema.width)}-00000.safetensors")
-            save_file(ema.state_dict(), written[-1], metadata={UPDATES: str(ema.updates)})
-        return written
+    def snapshot(self, buffers: HostBuffers | None = None) -> Callable[[Path], list[Path]]:
+        """Return what writes all averages into a checkpoint; whole on every rank, so the logger's do.
+
+        buffers: what holds copies of them as they are now; None: it writes them as they are when it is called.
+        """
+        averages = [(PLAIN, self.ema), *((POWER.format(width=ema.width), ema) for ema in self.profiles)]
+        files = []
+        for kind, average in averages:
+            if average is not None:
+                tensors = average.state_dict()
+                if buffers is not None:
+                    copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
+                    tensors = dict(zip(tensors, copies.values()))
+                files.append((f"{kind}-00000.safetensors", tensors, {UPDATES: str(average.updates)}))
+
+        def write(folder: Path) -> list[Path]:
+            for name, tensors, metadata in files:
+                save_file(tensors, folder / name, metadata=metadata)
+            return [folder / name for name, _, _ in files]
+
+        return write
 
     def load(self, folder: Path, ranks: Ranks, step: int) -> None:
         """Take all averages from the checkpoint of a step. Every rank calls it, once the weights are restored.

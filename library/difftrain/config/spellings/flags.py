@@ -289,6 +289,7 @@ OURS: tuple[Row, ...] = (
     Row("trace", "str", "logging.trace"),
     Row("training_comment", "str", "metadata.training_comment"),
     Row("no_metadata", "switch", "save.no_metadata"),
+    Row("save_async", "switch", "save.asynchronous"),
     Row("demo", "str", "demo.dataset"),
     Row("demo_score", "switch", "demo.score"),
     Row("unet_lr", "float", "optimizer.unet_lr"),
