@@ -30,7 +30,7 @@ FROZEN_OURS = {
     "image_decoder", "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
     "trust_cache", "regenerate_cache", "cache_latents_as", "cache_latents_dtype", "cache_text_dtype", "cache_dtypes",
     "cache_shuffle_num", "cache_preload", "cache_batch_size", "cache_workers", "cache_segment_gib", "cache_copy_gib",
-    "trace", "webhook_url", "mask_mean",
+    "trace", "webhook_url", "mask_mean", "save_async",
 }  # fmt: skip
 FROZEN_LATER = {
     "master_weights",
