@@ -2,7 +2,7 @@
 
 cli/train.py calls apply_for(engine, optimizer) before anything is built; nobody else in library/ imports this package. It
 is `third_patch` in a checkout and `difftrain.third_patch` where it is installed, so its own imports are relative. The
-native engine needs none: its row in the registry is empty. An engine that needs patches has a folder here and a row that
+engines native and fsdp need none: their rows in the registry are empty. An engine that needs patches has a folder here and a row that
 names its functions; files of other packages are never touched.
 """
 
@@ -13,6 +13,7 @@ from importlib import import_module
 # engine -> "module:function", a leading dot of this package; a function patches if the installed version needs it, and returns what it did or ""
 PATCHES: dict[str, tuple[str, ...]] = {
     "native": (),
+    "fsdp": (),
     "accelerate": (".accelerate_patch:apply",),
 }
 # the same for what an optimizer needs beside that, by (engine, optimizer)

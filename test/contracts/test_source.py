@@ -9,24 +9,20 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from index_lines import read_again
+from looking import in_this_process  # noqa: F401
 from refusals import names
 from sources import WRITERS, Sample
 
 from difftrain.config import CaptionSection, DataSection
 from difftrain.contracts import DataFault, Record
-from difftrain.data.index import build as indexing
 from difftrain.data.index.build import build_index
 from difftrain.data.index.index import Index
-from difftrain.data.index.inspection import inspect
 from difftrain.data.sources import SOURCES, open_source
 from difftrain.data.sources.base import BadItem, FileRef, SourceItem
 from difftrain.data.sources.configured import configured_sources
@@ -42,17 +38,6 @@ BAD = {
     9: (Sample(9, None), "no caption|empty caption"),
     10: (Sample(10, " \n "), "no caption|empty caption"),
 }
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at pictures without a process for it, whose start costs more than all that it does here."""
-
-    def run_jobs(jobs: Iterable[Any], handler: str, **_: Any) -> Iterator[list[Any]]:
-        for job in jobs:
-            yield [row for _, row in inspect(job, SimpleNamespace(item=lambda position: nullcontext()))]
-
-    monkeypatch.setattr(indexing, "run_jobs", run_jobs)
 
 
 @pytest.fixture(params=SOURCES)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from doors import Door, losses
+from PIL import Image
 from safetensors.torch import load_file
 
 STEPS = 6
@@ -53,3 +55,29 @@ def test_with_weights_in_pieces_reports_and_exports_are_whole(door: Door, straig
             name: (value.shape, value.dtype) for name, value in native.items()
         }
     assert any((exported[name] != averaged[name]).any() for name in native)
+
+
+@pytest.mark.flags("engine", "shard_size")
+def test_fsdp_trains_draws_and_exports_the_same_and_the_native_engine_goes_on(
+    door: Door, straight: Path, tmp_path: Path
+) -> None:
+    prompts, out, plain = tmp_path / "prompts.txt", tmp_path / "out", tmp_path / "plain"
+    prompts.write_text("a cat --w 64 --h 64 --s 2 --d 3\n")
+    drawn = (f"--sample_prompts={prompts}", "--sample_every_n_steps=4", "--use_ema", "--ema_decay=0.5", WHOLE)
+    said = door.run(door.flags(out, *drawn, "--engine=fsdp", batch=1, steps=STEPS), ranks=2)
+    assert "Warning" not in said and losses(out) == pytest.approx(losses(straight)[:STEPS], rel=1e-6)
+    state = out / "NAME-step00000004-state"
+    assert json.loads((state / "engine.json").read_text())["engine"] == "fsdp"
+    for kind in ("weights", "optimizer", "ema"):  # each rank has written its rows
+        sizes = [(state / f"{kind}-{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
+        assert min(sizes) > 0.8 * max(sizes)
+
+    # one process of the native engine goes on, and draws and exports the same
+    door.run(door.flags(plain, *drawn, f"--resume={state}", steps=STEPS))
+    assert losses(plain) == pytest.approx(losses(out)[4:], rel=1e-6)
+    for name in ("NAME", "NAME-ema"):
+        one, other = (load_file(folder / f"{name}.safetensors") for folder in (out, plain))
+        assert all((one[key].float() - other[key].float()).abs().max() <= 1e-4 for key in one.keys() | other.keys())
+    pictures = [Image.open(next((folder / "sample").glob("*000006*grid.png"))) for folder in (out, plain)]
+    assert max(abs(np.subtract(*(np.asarray(each, dtype=np.int16) for each in pictures))).ravel()) <= 2
+    assert len(list((out / "sample").glob("*.png"))) == 4  # two prompts' grids and pictures: one rank writes

@@ -1,10 +1,13 @@
-"""What holds for unit tests: none waits for a disk."""
+"""What holds for unit tests: none waits for a disk, and only those that say so start processes to read images."""
 
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from looking import run_here
+
+from difftrain.data.index import build
 
 
 def _is_open(file: Any) -> None:
@@ -20,3 +23,10 @@ def no_disk() -> Iterator[None]:
             if hasattr(os, name):
                 patched.setattr(os, name, _is_open)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build indexes in this process, unless a test is marked `workers`."""
+    if request.node.get_closest_marker("workers") is None:
+        monkeypatch.setattr(build, "run_jobs", run_here)

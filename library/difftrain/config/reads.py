@@ -33,6 +33,7 @@ LATER: dict[str, str] = {
     "model.tokenizer_cache_dir": "hub/fetch.py",
     # where weights lie in files, and where there are several ranks: one command line serves other machines too
     "model.disable_mmap": "models/weights/find.py",
+    "fsdp": "engine/fsdp.py",
     "training.ddp_bucket_view": "engine/ddp.py, engine/accelerate.py",
     "training.ddp_static_graph": "engine/ddp.py, engine/accelerate.py",
     # in the loss; test/contracts/test_objective_settings.py holds that each of them changes it

@@ -1,6 +1,6 @@
 """Types that the rooms agree on. A leaf: imports nothing of this package, and torch only for type checkers."""
 
-from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats, StepObserver
+from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats, StepObserver, TensorFile
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import (
     CAPTION,
@@ -57,6 +57,7 @@ __all__ = [
     "Source",
     "Stats",
     "StepObserver",
+    "TensorFile",
     "Tokenize",
     "TrainingFault",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,15 @@ class Snapshot(Protocol):
     def write(self, directory: Path) -> list[Path]: ...
 
 
+@dataclass(frozen=True)
+class TensorFile:
+    """Tensors and texts that make one file."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
 class StepObserver(Protocol):
     """Look at a step from inside, on one rank, without changing a bit of it.
 
@@ -63,6 +72,7 @@ class Engine(Protocol):
     dp_rank: int
     dp_size: int
     is_logger: bool
+    all_forward: bool  # no rank holds the weights whole: every forward takes all ranks
 
     def faults(self) -> list[str]: ...
     def build(
@@ -89,12 +99,18 @@ class Engine(Protocol):
     def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]: ...  # of this rank's share alone; collective, too
     def predict(self, inputs: Inputs) -> Tensor: ...
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
+    def drawing(
+        self,
+    ) -> AbstractContextManager[None]: ...  # in it modules of the root may be called, not the root alone
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
     def averaged_weights(
         self,
     ) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
+    def average_file(
+        self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]
+    ) -> TensorFile | None: ...
     def snapshot(self) -> Snapshot: ...
     def reserve_snapshot(self) -> Callable[[], None]: ...  # its memory, ahead of the first; what touches it is returned
     def restore(

@@ -2,11 +2,13 @@
 
 The way of a step:
  1. native.py, accelerate.py   wrap the root module; accelerate_sharded.py, accelerate_zero.py: state in pieces
+    fsdp.py, sharded_weights.py   cut weights, gradients and state over the ranks
  2. base.py         micro batches under autocast: forward, weighted sums, backward
  3. ddp.py          gradients are summed over ranks, never averaged; gradients.py looks at the first ones
  4. update.py       unscale, measure, clip, skip or update; fused.py updates during the backward pass instead
  5. half_precision.py, master_weights.py   the fp32 value of half weights, and who holds it
- 6. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks
+ 6. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks;
+    checkpoint_reader.py   tensors by name, or ranges of them, whatever pieces the files hold
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "difftrain.engine.native:NativeEngine",
+    "fsdp": "difftrain.engine.fsdp:FsdpEngine",
     "accelerate": "difftrain.engine.accelerate:AccelerateEngine",
 }
 # what --engine=accelerate becomes with --deepspeed, and with fairscale's OSS on several ranks

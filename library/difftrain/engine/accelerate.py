@@ -6,7 +6,6 @@ as accelerate knows; schedules, precision, loss scale and checkpoints are the en
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import warnings
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Group
@@ -217,6 +215,4 @@ def one_process_group(device: Device) -> None:
     """Make a process group of this process alone, where there is none: DeepSpeed has no run without one."""
     _import_for(device)
     os.environ.setdefault("LOCAL_RANK", "0")  # which it reads at every step of ZeRO 3
-    if not dist.is_initialized():
-        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    ddp.one_process_group(device)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from difftrain.contracts import Batch, FeatureSpec, Group
+from difftrain.contracts import Batch, Group
 from difftrain.engine.accelerate import (
     AccelerateEngine,
     make_accelerator,
@@ -24,7 +23,7 @@ from difftrain.engine.accelerate import (
     without_launcher_env,
 )
 from difftrain.engine.accelerate_zero_state import LossScale, ZeroMasterWeights, ZeroState
-from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.base import MakeOptimizer, as_evaluated
 from difftrain.engine.master_weights import DTYPES, MasterWeights
 from difftrain.engine.optimizer_state import NamedState
 from difftrain.engine.update import Update, Updated
@@ -140,12 +139,6 @@ class ZeroEngine(AccelerateEngine):
         finally:
             self._master_weights.taken()
             self._swapped = False
-
-
-def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
-    """Return a batch of training as one of evaluation: without what makes a forward go another way in training."""
-    draws = {name: value for name, value in batch.draws.items() if not features.draws[name].trains}
-    return replace(batch, draws=draws, step=None)
 
 
 class ZeroUpdate:

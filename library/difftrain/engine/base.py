@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from difftrain.contracts import (
     Extent,
     Family,
     Fault,
+    FeatureSpec,
     Group,
     Inputs,
     Parts,
@@ -29,7 +31,7 @@ from difftrain.contracts import (
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.draws import module_seed
 from difftrain.engine import ddp
-from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
+from difftrain.engine.gradients import check_gradients, check_zeros
 from difftrain.engine.half_precision import make_master_weights
 from difftrain.engine.optimizer_state import NamedState, OptimizerState, ScheduleState
 from difftrain.engine.update import TOTAL, AfterBackward, LossTerms, Update, add, is_loss
@@ -57,6 +59,7 @@ class BaseEngine:
     """
 
     name = ""
+    all_forward = False
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
@@ -176,7 +179,7 @@ class BaseEngine:
         """
         self._must_not_be_swapped()
         self._master_weights.position = self.position
-        starts = None if self._looked else largest_of(self._master_weights.weights)
+        starts = None if self._looked else self._master_weights.largest_weights()
         sums: list[Tensor] = []
         observer = self._observer
         means = functools.cache(lambda: self._terms.means(self.ranks.sum_(torch.stack(sums).sum(0)), counts))
@@ -310,6 +313,10 @@ class BaseEngine:
         with self._evaluating(), self.device.autocast(self.cfg.training.mixed_precision):
             return self.family.forward(self.root, inputs)[0].float()
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """Let modules of the root be called by themselves: every rank has all of them."""
+        return nullcontext()
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         modes = [(module, module.training) for module in self.root.modules()]
@@ -391,6 +398,12 @@ class BaseEngine:
             if value is None:
                 value = self._master_weights.value(name) if name in exact else self._master_weights.stored(name, tensor)
             yield name, value.detach().to("cpu")
+
+
+def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
+    """Return a batch of training as one of evaluation: without what makes a forward go another way in training."""
+    draws = {name: value for name, value in batch.draws.items() if not features.draws[name].trains}
+    return replace(batch, draws=draws, step=None)
 
 
 # --- Regional compile: block by block, in place, so that names stay and a block's code is shared by its like

@@ -1,7 +1,7 @@
 """Checkpoints of an engine: what each rank writes, and how everything is taken back, on any number of ranks.
 
-1. `snapshot` shares weights and state out over the ranks and copies this rank's share (snapshot.py writes it).
-2. `restore` reads the files wherever they lie (snapshot.py) and names every way in which they do not fit.
+1. `snapshot` copies what this rank writes: its share of what all have, or its pieces (snapshot.py writes it).
+2. `restore` reads the files wherever they lie (checkpoint_reader.py) and names every way in which they do not fit.
 3. Weights, optimizer state by name (optimizer_state.py), loss scale and schedule are taken back.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +20,19 @@ import torch
 
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Extent, Fault, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
+from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
 from difftrain.engine.half_precision import precision_of
 from difftrain.engine.optimizer_state import merge_states
 from difftrain.engine.snapshot import (
     ENGINE_FILE,
     OPTIMIZER,
     WEIGHTS,
-    CheckpointReader,
     HostBuffers,
     NativeSnapshot,
-    TensorFile,
+    pieces_metadata,
     shares,
 )
 from difftrain.optim import inner
@@ -47,6 +48,19 @@ log = logging.getLogger("difftrain")
 FORMAT = 1
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank writes into a checkpoint, not copied yet. pieces: names of both that are pieces, and where each lies.
+
+    states: of parameters by name, as JSON, whose tensors are in `state_tensors`.
+    """
+
+    weights: Iterable[tuple[str, Tensor]]
+    states: dict[str, Any]
+    state_tensors: dict[str, Tensor]
+    pieces: dict[str, Extent] = field(default_factory=dict)
+
+
 class CheckpointedEngine(BaseEngine):
     """Save and restore what BaseEngine trains. Collective: restore, and where ranks hold pieces snapshot."""
 
@@ -56,12 +70,36 @@ class CheckpointedEngine(BaseEngine):
         self._buffers = HostBuffers()
 
     def snapshot(self) -> NativeSnapshot:
-        """Copy what this rank has to write. Weights and whole state are shared out over the first machine's ranks."""
+        """Copy what this rank has to write."""
         self._must_not_be_swapped()
         self._snapshots += 1
         snapshots = self._snapshots
 
-        # --- which weights and states this rank writes
+        # --- copies, in memory of their own
+        share = self._share()
+        engine = deepcopy(self._describe(share.state_tensors.__setitem__)) if self.ranks.rank == 0 else None
+        copies = {
+            kind: self._copied(kind, tensors)
+            for kind, tensors in ((WEIGHTS, share.weights), (OPTIMIZER, share.state_tensors.items()))
+        }
+        self.device.synchronise()
+
+        # --- as files
+        files = []
+        for kind, tensors in copies.items():
+            about = pieces_metadata({name: place for name, place in share.pieces.items() if name in tensors})
+            if kind == OPTIMIZER:
+                about |= {"states": json.dumps(share.states)}
+            if tensors or (kind == OPTIMIZER and share.states):
+                files.append(TensorFile(f"{kind}-{self.dp_rank:05d}.safetensors", tensors, about))
+        return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+
+    def _copied(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        copies = self._buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors)
+        return {name.removeprefix(f"{kind} "): tensor for name, tensor in copies.items()}
+
+    def _share(self) -> RankShare:
+        """Choose what this rank writes. Weights and whole state are shared out over the first machine's ranks."""
         weights = self._own_state()
         sharded = inner(self.optimizer) is not self.optimizer
         writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
@@ -72,26 +110,13 @@ class CheckpointedEngine(BaseEngine):
         names = set(share[self.ranks.local_rank]) if writes else set()
         if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
             names |= weights.keys() - self._parameters
-
-        # --- copies, in memory of their own
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
-        engine = deepcopy(self._describe(kept.__setitem__)) if self.ranks.rank == 0 else None
-        chosen = self._master_weights.chosen(names, weights)
-        copies = self._buffers.copy((f"{WEIGHTS} {name}", value) for name, value in chosen)
-        state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
-        self.device.synchronise()
+        return RankShare(self._master_weights.chosen(names, weights), states, kept)
 
-        # --- as files
-        files = []
-        if names:
-            tensors = {name: copies[f"{WEIGHTS} {name}"] for name in names}
-            files.append(TensorFile(f"{WEIGHTS}-{self.dp_rank:05d}.safetensors", tensors, {}))
-        if states or kept:
-            tensors = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
-            file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
-            files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
-        return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+    def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
+        """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
+        return TensorFile(f"{kind}-00000.safetensors", averages, about) if self.ranks.rank == 0 else None
 
     def reserve_snapshot(self) -> Callable[[], None]:
         """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""
@@ -134,21 +159,33 @@ class CheckpointedEngine(BaseEngine):
         check_compatibility(path, about, weights, needed, shapes, self._trained, self._state.kind)
 
         # --- weights, then the optimizer's state and groups
-        for name, tensor in weights.tensors(lambda name: True):
+        for name, tensor in weights.ranges(self._master_weights.held):
             self._master_weights.take(name, tensor, own[name])
         self._master_weights.taken()
         fp8.refresh(self.root)
         if optimizer:
-            owned = set(self._state.owned)
-            tensors = stored.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
             groups = about["groups"] if params else [{} for _ in about["groups"]]
-            self._state.load(states, groups, tensors)
+            self._state.load(states, groups, self._state_tensors(stored, weights.shapes))
 
         # --- loss scale and schedule
         self._restore_scaler(about)
         if not (optimizer and params):
             about = {**about, "schedule": {}}
         self._go_to(int(about["position"]), about, schedule_from)
+
+    def _state_tensors(self, stored: CheckpointReader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank's states, each cut as its weight is, and those of groups."""
+        owned = set(self._state.owned)
+
+        def wanted(key: str, shape: Shape) -> FlatRange | None:
+            name = key.partition("/")[0]
+            if key.startswith("group "):
+                return FlatRange(0, shape)
+            if name not in owned:
+                return None
+            return self._master_weights.held(name, shape) if shape == shapes[name] else FlatRange(0, shape)
+
+        return stored.ranges(wanted)
 
     def _restore_scaler(self, about: dict[str, Any]) -> None:
         if self._scaler is not None and about["scaler"] is not None:

@@ -1,6 +1,7 @@
 """DistributedDataParallel that sums: gradients are never averaged, because the loss is divided by the global count."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+import atexit
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -96,3 +97,10 @@ def kept_buffers(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
+
+
+def one_process_group(device: "Device") -> None:
+    """Make a process group of this process alone, where there is none, for what has no way without one."""
+    if not dist.is_initialized():
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from difftrain.contracts import Group
+from difftrain.engine.checkpoint_reader import FlatRange, Shape
 from difftrain.engine.gradients import largest_of
 from difftrain.optim import inner
 
@@ -132,6 +133,13 @@ class MasterWeights:
         """Return the largest magnitude of each gradient that is there, on the device."""
         return largest_of({name: weight.grad for name, weight in self.weights.items()})
 
+    def largest_weights(self) -> dict[str, Tensor]:
+        """Return the largest magnitude of each weight, on the device."""
+        return largest_of(self.weights)
+
+    def share_overflow(self, found: Sequence[Tensor]) -> None:
+        """Let all ranks know what a loss scaler found: they have the same gradients, so each has found it."""
+
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down where their norm is above max_norm."""
         clip_grads_with_norm_(self.weights.values(), max_norm, norm)
@@ -185,13 +193,17 @@ class MasterWeights:
         """Return the shapes of the model's weights."""
         return {name: tuple(tensor.shape) for name, tensor in model.items()}
 
+    def held(self, name: str, shape: Shape) -> FlatRange:
+        """Return which elements of a weight this rank holds: all of them."""
+        return FlatRange(0, shape)
+
     def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint holds of some weights, which may be others on every rank. To be iterated to the end."""
         for name in sorted(names):
             yield name, self.value(name) if name in self.weights else model[name]
 
     def take(self, name: str, value: Tensor, region: Tensor) -> None:
-        """Take a weight from a checkpoint; region: where the model has it. Every rank takes all, and calls taken then."""
+        """Take a weight, or what is held of it, from a checkpoint; region: where the model has it. Every rank calls taken then."""
         if name in self.weights:
             self.put(name, value)
         else:

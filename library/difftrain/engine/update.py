@@ -63,14 +63,15 @@ class AfterBackward:
         """Update, unless loss or gradients are not finite; free the gradients."""
         # --- unscale, measure, clip
         master_weights, scaler = self._master_weights, self._scaler
-        gradients = master_weights.gradients()
-        if gradients:  # sharded ones may all be elsewhere
-            # a finite loss adds 0; any other makes the norm non-finite, and no host had to look
-            _poison(gradients[0], loss())
+        gradients, total = master_weights.gradients(), loss()  # every rank takes part in the loss
+        # a finite loss adds 0; any other makes the norm non-finite, and no host had to look
+        for gradient in [each for each in gradients if each.numel()][:1]:  # sharded ones may all be elsewhere
+            _poison(gradient, total)
         # the scaler finds gradients through groups: of half weights they are not the optimizer's own
         seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
+            master_weights.share_overflow(found_overflow(scaler, seen))
         norm = master_weights.norm(gradients)
         if self._max_norm > 0:
             master_weights.clip(self._max_norm, norm)
@@ -95,13 +96,17 @@ def _poison(gradient: Tensor, loss: Tensor) -> None:
 
 
 def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return what unscale_ found, 1.0 or 0.0.
+    """Return what unscale_ found, 1.0 or 0.0."""
+    return torch.stack([value.reshape(()).float() for value in found_overflow(scaler, optimizer)]).amax()
+
+
+def found_overflow(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """Return what unscale_ found on each device.
 
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer
     that it does not know to be fused, a sharding one among them.
     """
-    values = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    return torch.stack([value.reshape(()).float() for value in values]).amax()
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def may_step(optimizer: Optimizer, skipped: Tensor) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim import AdamW, Optimizer
@@ -61,6 +62,15 @@ def _cut(group: Group) -> Iterator[dict[str, Any]]:
             yield table if group.weight_decay is None else {**table, "weight_decay": group.weight_decay}
 
 
+class MatrixShard(Protocol):
+    """Rows of a matrix that other ranks hold the rest of. whole is collective."""
+
+    shape: tuple[int, ...]
+
+    def whole(self, rows: Tensor) -> Tensor: ...
+    def cut(self, tensor: Tensor) -> Tensor: ...
+
+
 class Muon(Optimizer):
     """Update matrices along their orthogonalised momentum, and other weights by AdamW.
 
@@ -70,6 +80,7 @@ class Muon(Optimizer):
     """
 
     steps_apart = True  # each weight is updated from its own gradient and state alone
+    shards: Mapping[int, MatrixShard] = MappingProxyType({})  # of weights that are rows of matrices, by their ids
 
     def __init__(
         self,
@@ -149,8 +160,13 @@ class Muon(Optimizer):
             gradient = torch.where(counts > 0, gradient, 0)
             kept.lerp_(gradient, (1 - mu) * counts)
         # Nesterov: look ahead along the momentum before it is orthogonalised
-        direction = orthogonalised(gradient.lerp(kept, mu) if group["nesterov"] else kept, group["ns_steps"])
-        size = rate * _size(weight.shape, group["adjust_lr"])
+        ahead = gradient.lerp(kept, mu) if group["nesterov"] else kept
+        shard = self.shards.get(id(weight))
+        if shard is None:
+            direction = orthogonalised(ahead, group["ns_steps"])
+        else:  # rows alone are another matrix: every rank makes the same of the whole one, and keeps its rows
+            direction = shard.cut(orthogonalised(shard.whole(ahead), group["ns_steps"])).to(weight.device)
+        size = rate * _size(weight.shape if shard is None else shard.shape, group["adjust_lr"])
         if skipped is None:
             weight.mul_(1 - decay).add_(direction, alpha=-size)
         else:
@@ -176,7 +192,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def _size(shape: torch.Size, adjust_lr: str) -> float:
+def _size(shape: tuple[int, ...], adjust_lr: str) -> float:
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 

@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
-from difftrain.engine.snapshot import CheckpointReader, HostBuffers
+from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
+from difftrain.engine.snapshot import HostBuffers
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -135,19 +136,21 @@ class Averages:
     # --- checkpoints
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Callable[[Path], list[Path]]:
-        """Return what writes all averages into a checkpoint; whole on every rank, so the logger's do.
+        """Return what writes this rank's share of all averages into a checkpoint: those of whole weights are the first rank's.
 
         buffers: what holds copies of them as they are now; None: it writes them as they are when it is called.
         """
-        averages = [(PLAIN, self.ema), *((POWER.format(width=ema.width), ema) for ema in self.profiles)]
+        moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
         files = []
-        for kind, average in averages:
-            if average is not None:
-                tensors = average.state_dict()
-                if buffers is not None:
-                    copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
-                    tensors = dict(zip(tensors, copies.values()))
-                files.append((f"{kind}-00000.safetensors", tensors, {UPDATES: str(average.updates)}))
+        for kind, average in (*moving, *self._by_width()):
+            file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
+            if file is None:
+                continue
+            tensors = dict(file.tensors)
+            if buffers is not None:
+                copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
+                tensors = dict(zip(tensors, copies.values()))
+            files.append((file.name, tensors, dict(file.metadata)))
 
         def write(folder: Path) -> list[Path]:
             for name, tensors, metadata in files:
@@ -155,6 +158,9 @@ class Averages:
             return [folder / name for name, _, _ in files]
 
         return write
+
+    def _by_width(self) -> list[tuple[str, PowerEma]]:
+        return [(POWER.format(width=ema.width), ema) for ema in self.profiles]
 
     def load(self, folder: Path, ranks: Ranks, step: int) -> None:
         """Take all averages from the checkpoint of a step. Every rank calls it, once the weights are restored.
@@ -170,7 +176,7 @@ class Averages:
                     folder,
                 )
         elif reader.shapes:
-            _load(self.ema, reader)
+            self._load(self.ema, reader)
             known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
             self.ema.updates = int(known) if known else step // self.section.update_every
         else:
@@ -186,10 +192,22 @@ class Averages:
                 folder,
                 left,
             )
-        for ema in self.profiles:
-            reader = CheckpointReader(folder, POWER.format(width=ema.width), ranks)
-            _load(ema, reader)
+        for kind, ema in self._by_width():
+            reader = CheckpointReader(folder, kind, ranks)
+            self._load(ema, reader)
             ema.updates = int(reader.metadata[0][UPDATES])
+
+    def _load(self, average: Average, reader: CheckpointReader) -> None:
+        """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
+        held = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+
+        def wanted(name: str, shape: Shape) -> FlatRange:
+            extent, own = held.get(name, (Extent(shape, 0), shape))
+            if extent.shape != shape:
+                raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
+            return FlatRange(extent.offset, own)
+
+        average.load_state_dict({name: tensor.clone() for name, tensor in reader.ranges(wanted)})
 
     # --- snapshots
 
@@ -219,10 +237,6 @@ class Averages:
 
         all_tried(partial(store, ema) for ema in self.profiles)
         self.snapshots_at = step
-
-
-def _load(average: Average, reader: CheckpointReader) -> None:
-    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
 
 
 def percent(share: float) -> str:

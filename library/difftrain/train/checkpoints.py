@@ -149,20 +149,18 @@ class Checkpoints:
         if self._reserved is not None and self._reserved.ended(None):
             self._reserved.result()
         snapshot = None if same else self._model.engine.snapshot()
-        logger, write_averages = self._ranks.is_logger, None
-        if logger and same is None:
-            write_averages = averages.snapshot(buffers)
+        write_averages = None if same else averages.snapshot(buffers)
         counters = deepcopy(progress) if copied else progress
         times = self._clock.state() if copied else None
 
         def write(folder: Path) -> list[Path]:
             files = snapshot.write(folder) if snapshot is not None else []
-            if logger:
+            files += write_averages(folder) if write_averages is not None else []
+            if self._ranks.is_logger:
                 files += second_names(same, folder) if same is not None else []
                 files.append(counters.write(folder))
                 files.append(folder / CLOCK_FILE)
                 files[-1].write_text(json.dumps(times or self._clock.state()))
-                files += write_averages(folder) if write_averages is not None else []
             return files
 
         return write
@@ -263,9 +261,8 @@ class Checkpoints:
             return
         with self._clock.paused("saving"):
             touch = self._model.engine.reserve_snapshot()
-            if self._ranks.is_logger:
-                with self._buffers.reserving():
-                    self._model.averages.snapshot(self._buffers)
+            with self._buffers.reserving():
+                self._model.averages.snapshot(self._buffers)
 
             def touch_all() -> None:
                 touch()

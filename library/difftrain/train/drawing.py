@@ -15,7 +15,7 @@ from difftrain.config.schema.names import FLOW_SAMPLERS
 from difftrain.config.spellings.spelling import is_kohyas, option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
-from difftrain.sampling import Prompt, PromptFile, draw_grid, read_prompts
+from difftrain.sampling import Prompt, PromptFile, draw_grid, draw_pictures, read_prompts
 from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
@@ -90,17 +90,23 @@ class Drawing:
         self.draw(at)
 
     def draw(self, at: Position) -> None:
-        """Draw from the weights as they stand, on the logger rank, while the others wait at the next step."""
+        """Draw from the weights as they stand, on the logger rank, while the others wait at the next step.
+
+        Where a forward takes all ranks, all draw the same, and the logger alone writes.
+        """
         if not self._prompts:
             return
-        with heartbeat(self._ranks, self._ranks.is_logger):
-            if self._ranks.is_logger:
+        draws = self._ranks.is_logger or self._model.engine.all_forward
+        with heartbeat(self._ranks, draws):
+            if draws:
                 self._draw_here(at)
 
     def _draw_here(self, at: Position) -> None:
         cfg, parts = self._cfg, self._model.parts
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
-        if (cfg.output_dir / FOLDER).is_file():  # it asks for samples, and would be in the way of these
+        if (
+            self._ranks.is_logger and (cfg.output_dir / FOLDER).is_file()
+        ):  # it asks for samples, and would be in the way of these
             (cfg.output_dir / FOLDER).unlink(missing_ok=True)
         weights, description = self._model.averages.drawable()
         with (
@@ -108,10 +114,15 @@ class Drawing:
             during(SAMPLING),
             weights,
             on_device(parts, self._device),
+            self._model.engine.drawing(),
             self._device.autocast(cfg.training.mixed_precision),
         ):
+            drawer = self._model.family.drawer(parts)
+            if not self._ranks.is_logger:
+                draw_pictures(drawer, self._prompts, sampler=sampler_of(cfg), seed=cfg.training.seed)
+                return
             grid = draw_grid(
-                self._model.family.drawer(parts),
+                drawer,
                 self._prompts,
                 cfg.output_dir / FOLDER,
                 cfg.save.output_name,

@@ -69,7 +69,9 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device != torch.device("meta"))
+    """Count what is here: of a tensor that is sharded over ranks this one's rows."""
+    here = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in here if tensor.device != torch.device("meta"))
 
 
 @dataclass(frozen=True)

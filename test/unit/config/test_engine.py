@@ -7,7 +7,7 @@ from refusals import is_about, names
 
 from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
-from difftrain.config.rules.engine import _ELEMENTWISE, accelerate, deepspeed
+from difftrain.config.rules.engine import _BY_ROWS, _ELEMENTWISE, accelerate, deepspeed, fsdp
 from difftrain.config.rules.finding import check
 from difftrain.config.rules.optimizer import patterns
 from difftrain.config.schema.sections import TrainConfig
@@ -15,6 +15,7 @@ from difftrain.contracts import ConfigFault
 
 LINE = ["--init_from_config=tiny", "--train_data_dir=/tmp", "--output_dir=out", "--resolution=64", "--seed=1"]
 ZERO = "--deepspeed"
+FSDP = "--engine=fsdp"
 
 
 def said(words: str) -> list[str]:
@@ -68,6 +69,27 @@ FAULTS = [
     ("--engine=accelerate --fused_optimizer_groups=4", "--fused_optimizer_groups --engine=accelerate"),
     ("--engine=accelerate --full_bf16 --mixed_precision=bf16", "--full_bf16 --engine=accelerate"),
     ("--engine=accelerate --optimizer_type=oss --fp8_base_unet", "--fp8_base_unet oss"),
+    ("--shard=hybrid", "--shard --engine=fsdp"),
+    ("--shard_size=2 --engine=accelerate", "--shard_size --engine=fsdp"),
+    ("--fsdp_cpu_offload", "--fsdp_cpu_offload --engine=fsdp"),
+    (f"{FSDP} --shard=full --shard_size=2", "--shard_size 2 --shard=full --shard=hybrid"),
+    (f"{FSDP} --shard=zero", "--shard full hybrid"),
+    (f"{FSDP} --shard_size=0", "--shard_size 0"),
+    (f"{FSDP} --fsdp_reshard_after_forward=maybe", "--fsdp_reshard_after_forward always never"),
+    (f"{FSDP} --fsdp_reduce=first", "--fsdp_reduce last each"),
+    (f"{FSDP} --fsdp_cpu_offload --device=cpu", "--fsdp_cpu_offload --device=cpu"),
+    (f"{FSDP} --fused_backward_pass", "--fused_backward_pass --engine=fsdp --engine=native"),
+    (f"{FSDP} --fused_optimizer_groups=4", "--fused_optimizer_groups --engine=fsdp"),
+    (f"{FSDP} --full_bf16 --mixed_precision=bf16", "--full_bf16 --engine=fsdp"),
+    (f"{FSDP} --torch_compile", "--torch_compile --engine=fsdp"),
+    (f"{FSDP} --fp8_base_unet", "--fp8_base_unet --engine=fsdp"),
+    (f"{FSDP} --optimizer_type=oss", "--optimizer_type oss --engine=fsdp AdamW"),
+    (f"{FSDP} --optimizer_type=AdamW8bit", "--optimizer_type AdamW8bit tensors --engine=fsdp"),
+    (f"{FSDP} --optimizer_type=PagedAdamW", "--optimizer_type PagedAdamW tensors --engine=fsdp"),
+    (f"{FSDP} --optimizer_type=Adafactor", "--optimizer_type Adafactor tensors Muon"),
+    (f"{FSDP} --optimizer_type=Prodigy --learning_rate=1", "--optimizer_type Prodigy tensors --engine=fsdp"),
+    (f"{FSDP} --optimizer_type=torch.optim.Adafactor", "--optimizer_type torch.optim.Adafactor tensors"),
+    (f"{FSDP} {ZERO}", "--deepspeed --engine=fsdp --engine=accelerate"),
 ]  # fmt: skip
 
 
@@ -116,12 +138,32 @@ def test_flags_of_ddp_are_said_to_do_nothing_with_other_wrappers():
         notes = parse([*LINE, *words.split(), "--ddp_static_graph"]).notes
         assert any(is_about(note, "--ddp_static_graph", "DistributedDataParallel") for note in notes)
     assert not parse([*LINE, "--engine=accelerate", "--ddp_static_graph"]).notes
+    notes = parse([*LINE, FSDP, "--ddp_static_graph"]).notes
+    assert any(is_about(note, "--ddp_static_graph", "DistributedDataParallel") for note in notes)
+
+
+def test_groups_of_ranks_divide_the_world(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    (found,) = said(f"{FSDP} --shard_size=4")
+    assert is_about(found, "--shard_size", "4", "6")
+    for size, shard in ((2, "hybrid"), (3, None), (6, "full")):
+        words = [FSDP, f"--shard_size={size}", *([f"--shard={shard}"] if shard else [])]
+        assert parse([*LINE, *words]).config.fsdp.shard_size == size
+
+
+def test_when_to_reduce_is_no_matter_of_one_micro_batch():
+    (note,) = parse([*LINE, FSDP, "--fsdp_reduce=each"]).notes
+    assert is_about(note, "--fsdp_reduce")
+    assert not parse([*LINE, FSDP, "--fsdp_reduce=each", "--gradient_accumulation_steps=2"]).notes
 
 
 def test_the_elementwise_optimizers_are_known():
     from difftrain.config.schema.names import OPTIMIZERS, TORCH_OPTIMIZERS
 
     assert set(_ELEMENTWISE) <= {*OPTIMIZERS, *TORCH_OPTIMIZERS}
+    assert set(_ELEMENTWISE) < set(_BY_ROWS) <= {*OPTIMIZERS, *TORCH_OPTIMIZERS}
+    for name in _BY_ROWS:
+        assert parse([*LINE, FSDP, f"--optimizer_type={name}"]).config.optimizer.type == name
     for name in _ELEMENTWISE:
         assert parse([*LINE, ZERO, f"--optimizer_type={name}"]).config.optimizer.type == name
 
@@ -134,3 +176,10 @@ def test_pictures_want_whole_weights_and_losses_do_not(stage: int):
     faults, _ = check(TrainConfig.model_validate(told), (deepspeed,), set(), set(), {})
     refused = [fault.where for fault in faults if names(fault.what, "--zero_stage=3")]
     assert refused == (["--sample_prompts", "[eval] kid", "--demo_score"] if stage == 3 else [])
+
+
+def test_measures_whose_ranks_draw_by_themselves_are_refused_and_samples_are_not():
+    sets = ({"name": "held", "config": "held.toml"},)
+    asked = {"eval": {"sets": sets, "kid": True}, "demo": {"score": True}, "sample": {"prompts": "prompts.txt"}}
+    faults, _ = check(TrainConfig.model_validate(asked | {"training": {"engine": "fsdp"}}), (fsdp,), set(), set(), {})
+    assert [fault.where for fault in faults] == ["[eval] kid", "--demo_score"]

@@ -38,7 +38,7 @@ THEIRS: dict[str, Any] = {
     "noise_offset": 0, "validation_epochs": 5, "tracker_project_name": "text2image-fine-tune",
 }  # fmt: skip
 FROZEN_OURS = {
-    "config", "dry_run", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "threads",
+    "config", "dry_run", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "shard", "shard_size", "threads",
     "performance", "log_every", "timed_step", "loss_target", "ddp_timeout", "webhook_url",
     "trace",
 }  # fmt: skip

@@ -130,3 +130,19 @@ def test_what_the_run_says_of_pictures_holds_for_a_data_sets_file(run: Path) -> 
     assert subset.flip and subset.random_crop and subset.alpha_mask and looked_at.alpha_mask
     assert not looked_at.flip and not looked_at.random_crop
     assert any(is_about(note, "--data.resolution", "dataset.toml") for note in parsed.notes)
+
+
+def test_the_fsdp_engine_is_chosen_in_either_spelling(run: Path) -> None:
+    flat = 'engine = "fsdp"\nshard = "hybrid"\nshard_size = 2\nfsdp_reshard_after_forward = "never"\n'
+    run.write_text(flat + RUN)
+    first = parse(["--config", str(run)]).config
+    run.write_text(
+        RUN + '[engine]\ntype = "fsdp"\nshard = "hybrid"\nshard_size = 2\nfsdp_reshard_after_forward = "never"\n'
+    )
+    second = parse(["--config", str(run)]).config
+    for cfg in (first, second):
+        assert cfg.training.engine == "fsdp"
+        assert (cfg.fsdp.shard, cfg.fsdp.shard_size, cfg.fsdp.reshard_after_forward) == ("hybrid", 2, "never")
+    run.write_text(RUN)
+    line = parse(["--config", str(run), "--engine=fsdp", "--shard_size=2"]).config
+    assert line.training.engine == "fsdp" and line.fsdp.shard_size == 2

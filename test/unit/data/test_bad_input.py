@@ -220,6 +220,7 @@ def in_single_bytes(png):
     return png[:start] + b"".join(chunks[byte] for byte in data) + png[end:]
 
 
+@pytest.mark.workers
 def test_a_picture_that_takes_too_long_is_given_up(tmp_path):
     root = write_folder(tmp_path / "a", [(20, 20)] * 3)
     (root / "slow.png").write_bytes(in_single_bytes(picture(7, (640, 640))))

@@ -32,6 +32,7 @@ from difftrain.sampling.prompts import read_prompts
 from difftrain.testing.pictures import picture, write_folder, write_tar
 from difftrain.train.outputs import write_rejects
 
+pytestmark = pytest.mark.workers
 ODD = "\u2028\u2029\x85\x0b\x0c\x1c"  # str.splitlines() ends a line at each of them
 
 

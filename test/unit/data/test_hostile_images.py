@@ -5,6 +5,8 @@ from __future__ import annotations
 import hostile_images
 import pytest
 
+pytestmark = pytest.mark.workers
+
 
 def test_every_image_is_used_or_named(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTILE_RAN", "")

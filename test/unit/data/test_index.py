@@ -277,6 +277,7 @@ def test_what_has_no_caption_is_looked_at_again_where_it_counts_otherwise(build,
         assert read_and_known(said) == ((1, 0) if sharded else (1, 3))
 
 
+@pytest.mark.workers
 def test_one_large_shard_is_divided_among_processes(tmp_path, monkeypatch):
     write_tar(tmp_path / "a" / "0.tar", [(16 + i % 7, 16) for i in range(200)])
     monkeypatch.setattr(indexing, "_cpus", lambda: 3)

@@ -6,9 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+from parsed import parsed
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [
@@ -106,7 +108,7 @@ FAULTS = (
 
 
 def functions(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("row", FAULTS, ids=lambda row: row.fault)
@@ -128,9 +130,9 @@ def test_the_page_counts_them() -> None:
 # ------------------------------------------------------------------ static checks; each finds its faulty form first
 
 
-def words(text: str) -> Iterator[str]:
-    """Yield what code of a file names: attributes with what they are of, names, imports, keywords, strings that are names."""
-    for node in ast.walk(ast.parse(text)):
+def words(tree: ast.Module) -> Iterator[str]:
+    """Yield what code names: attributes with what they are of, names, imports, keywords, strings that are names."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node)
             yield node.attr
@@ -145,15 +147,18 @@ def words(text: str) -> Iterator[str]:
             yield f"{node.arg}={ast.unparse(node.value)}"
 
 
+@cache
+def words_of(path: Path) -> frozenset[str]:
+    return frozenset(words(parsed(path)))
+
+
 def using(pattern: str, *, faulty: str, but: str = "") -> list[str]:
     """Return the files that name something. faulty: code that must be found, or the search finds nothing. but: a folder."""
     search = re.compile(pattern)
-    assert any(search.fullmatch(word) for word in words(faulty)), faulty
+    assert any(search.fullmatch(word) for word in words(ast.parse(faulty))), faulty
     places = [path for path in SOURCES if not but or but not in path.as_posix()]
     assert len(places) > 100
-    return [
-        str(path) for path in places if any(search.fullmatch(word) for word in words(path.read_text(encoding="utf-8")))
-    ]
+    return [str(path) for path in places if any(search.fullmatch(word) for word in words_of(path))]
 
 
 def test_operators_for_inference_are_not_called() -> None:
@@ -167,7 +172,7 @@ def test_operators_for_inference_are_not_called() -> None:
 def test_torch_npu_is_imported_where_an_npu_is_used_and_torch_accelerator_is_not_asked() -> None:
     assert using(r"import torch_npu(\..*)?", faulty="import torch_npu", but="library/difftrain/device/") == []
     on_top = [
-        path for path in SOURCES for node in ast.parse(path.read_text(encoding="utf-8")).body
+        path for path in SOURCES for node in parsed(path).body
         if isinstance(node, ast.Import) and any(alias.name == "torch_npu" for alias in node.names)
     ]  # fmt: skip
     assert on_top == []

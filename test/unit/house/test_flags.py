@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from parsed import parsed
+
 from difftrain.config.schema.validate import choices_of
 from difftrain.config.spellings.flags import FLAGS
 
@@ -15,7 +17,7 @@ def marked() -> set[str]:
     """Return the flags that tests are marked with, read from their text."""
     found: set[str] = set()
     for path in ROOT.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.flags":
                 found |= {ast.literal_eval(word) for word in node.args}
     return found

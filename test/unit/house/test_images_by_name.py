@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from parsed import parsed
+
 LIBRARY = Path(__file__).resolve().parents[3] / "library"
 
 
 def test_every_image_is_opened_by_formats() -> None:
     bare = []
     for path in sorted(LIBRARY.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         names = {
             alias.asname or alias.name
             for node in ast.walk(tree)

@@ -7,10 +7,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from parsed import parsed
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "library" / "difftrain"
@@ -82,11 +82,6 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
             assert node.level == 0, f"line {node.lineno}: imports are absolute here"
             for alias in node.names:
                 yield f"{node.module}.{alias.name}", node.lineno, id(node) in top
-
-
-@lru_cache(None)
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import third_patch
+from parsed import parsed
 
 from difftrain.cli.doctor import machine as doctor
 from difftrain.config.schema.validate import choices_of
@@ -52,7 +53,7 @@ def test_what_breaks_the_environment_stays_out() -> None:
 def test_what_is_imported_is_declared() -> None:
     imported: dict[str, str] = {}
     for path in (ROOT / "library").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             imported |= {name.split(".")[0]: str(path.relative_to(ROOT)) for name in names}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import config, made
+from parsed import parsed
 
 from difftrain.config.reads import LATER, recorded
 from difftrain.config.schema.rates import part_rates
@@ -20,9 +21,7 @@ LIBRARY = Path(__file__).parents[3] / "library" / "difftrain"
 
 
 def attributes(path: Path) -> set[str]:
-    return {
-        node.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)
-    }
+    return {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
 
 
 READ = {

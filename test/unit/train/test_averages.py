@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.contracts import ConfigFault
+from difftrain.contracts import ConfigFault, Extent, TensorFile
 from difftrain.diffusion.ema import Ema, PowerEma
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.drawing import Drawing
@@ -30,8 +30,17 @@ class Weights:
     def __init__(self, value: float) -> None:
         self.weight, self.put = torch.full((2,), value), "nothing"
 
-    def shards(self) -> Iterator[tuple[str, torch.Tensor, None]]:
-        yield "w", self.weight, None
+    all_forward = False
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor, Extent]]:
+        yield "w", self.weight, Extent((2,), 0)
+
+    def average_file(self, kind: str, averages: Any, about: Any) -> TensorFile:
+        return TensorFile(f"{kind}-00000.safetensors", averages, about)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def swapped(self, weights: Any) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from difftrain.config.hidden_imports import is_installed
@@ -151,6 +152,10 @@ _ELEMENTWISE = (
 
 _THIRD = "needs {deepspeed.zero_stage}=3"
 ENGINE_NEEDS: tuple[Companion, ...] = (
+    *(Companion(f"fsdp.{field}", lambda c: c.training.engine == "fsdp", "needs {training.engine}=fsdp") for field in (
+        "shard", "shard_size", "reshard_after_forward", "reduce", "cpu_offload",
+    )),
+    Companion("fsdp.reduce", lambda c: c.training.accumulation > 1, "has no effect: an update has one micro batch", note=True),
     *(Companion(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
         "zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
         "offload_param_nvme_path", "zero3_init", "zero3_save_16bit", "fp16_master_weights",
@@ -169,11 +174,11 @@ ENGINE_NEEDS: tuple[Companion, ...] = (
 )  # fmt: skip
 
 
-def deepspeed_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """Find DeepSpeed flags without what gives them a meaning."""
+def engine_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """Find flags of FSDP and DeepSpeed without what gives them a meaning."""
     reported: set[str] = set()
     for finding in lacking(ENGINE_NEEDS, cfg, requested):
-        if finding.about[0] not in reported:  # without --deepspeed the rest is no matter
+        if finding.about[0] not in reported:  # without its engine the rest is no matter
             reported.add(finding.about[0])
             yield finding
 
@@ -222,6 +227,58 @@ def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         if shards and value:
             what = "has no effect: gradients are not reduced by DistributedDataParallel here"
             yield Finding((field, _ENGINE), what, note=True)
+
+
+_SHARD, _SHARD_SIZE = "fsdp.shard", "fsdp.shard_size"
+# each element is updated from its own gradient and state alone, so rows are updated as the whole would be; Muon gathers
+_BY_ROWS = ("AdamW", "Lion", "SGDNesterov", *names.SCHEDULE_FREE, *names.TORCH_OPTIMIZERS, "Muon")
+
+
+def fsdp(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """What FSDP cannot go with: it holds rows of weights, gathers blocks as they run, and updates when all is reduced."""
+    if cfg.training.engine != "fsdp":
+        return
+    engine = f"{option(_ENGINE)}=fsdp"
+    native = f"{option(_ENGINE)}=native"
+    for field, value in (
+        ("optimizer.fused_backward", cfg.optimizer.fused_backward),
+        ("optimizer.fused_groups", cfg.optimizer.fused_groups),
+        ("training.full_precision", cfg.training.full_precision),
+        ("training.compile", cfg.training.compile),
+        ("model.fp8_frozen", cfg.model.fp8_frozen),
+        ("eval.kid", cfg.eval.kid),
+        ("demo.score", cfg.demo.score),
+    ):
+        if value:
+            yield Finding((field, _ENGINE), f"cannot be used with {engine}", native)
+    for field, value in (
+        ("training.ddp_bucket_view", cfg.training.ddp_bucket_view),
+        ("training.ddp_static_graph", cfg.training.ddp_static_graph),
+    ):
+        if value:
+            what = "has no effect: gradients are not reduced by DistributedDataParallel here"
+            yield Finding((field, _ENGINE), what, note=True)
+
+    # --- the optimizer
+    if not names.proper(cfg.optimizer.type.removeprefix("torch.optim."), _BY_ROWS):
+        shards = cfg.optimizer.type.lower() == "oss"
+        what = "shards the optimizer's state" if shards else "needs whole tensors"
+        what = f"{cfg.optimizer.type} {what}, and {engine} shards {'it too' if shards else 'them'}"
+        yield Finding((_TYPE, _ENGINE), what, f"one of {', '.join(_BY_ROWS)}")
+
+    # --- who shares a copy
+    size = cfg.fsdp.shard_size
+    world = os.environ.get("WORLD_SIZE", "")
+    ranks = int(world) if world.isdecimal() else 0
+    if size and ranks and ranks % size:
+        what = f"is {size}, and {ranks} process{'es' if ranks > 1 else ''} cannot be divided into groups of {size}"
+        yield Finding((_SHARD_SIZE,), what, f"a divisor of {ranks}")
+    elif size and cfg.fsdp.shard == "full" and size != ranks:
+        what = f"is {size}, and {option(_SHARD)}=full shards over all devices"
+        yield Finding((_SHARD_SIZE, _SHARD), what, f"{option(_SHARD)}=hybrid, or leave one of them out")
+    if cfg.fsdp.cpu_offload and cfg.training.device == "cpu":
+        what = f"has no effect with {option('training.device')}=cpu: the weights are on the host already"
+        yield Finding(("fsdp.cpu_offload", "training.device"), what, "leave one of them out")
 
 
 def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -292,4 +349,4 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
             yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
-ENGINE_RULES: tuple[Rule, ...] = (deepspeed_companions, installed, accelerate, deepspeed)
+ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed)

@@ -41,7 +41,7 @@ from difftrain.config.schema.outputs import (
     SaveSection,
 )
 from difftrain.config.schema.section import Section
-from difftrain.config.schema.training import DeepSpeedSection, OptimizerSection, TrainingSection
+from difftrain.config.schema.training import DeepSpeedSection, FsdpSection, OptimizerSection, TrainingSection
 
 __all__ = [
     "CacheSection",
@@ -54,6 +54,7 @@ __all__ = [
     "EvalSection",
     "EvalSetSection",
     "FlowSection",
+    "FsdpSection",
     "HubSection",
     "LoggingSection",
     "LossSection",
@@ -84,6 +85,7 @@ class TrainConfig(Section):
     captions: CaptionSection = CaptionSection()
     cache: CacheSection = CacheSection()
     training: TrainingSection = TrainingSection()
+    fsdp: FsdpSection = FsdpSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()

@@ -79,10 +79,10 @@ class TrainingSection(Section):
     max_skipped_steps: PositiveInt = Field(10, description="non-finite steps in a row after which the run stops")
 
     # what runs the steps, on what
-    engine: Literal["native", "accelerate"] = Field(
+    engine: Literal["native", "accelerate", "fsdp"] = Field(
         "native",
-        description="what runs the steps; accelerate: docs/engines.md; unset: native, or accelerate with"
-        " {deepspeed.enable=true}",
+        description="what runs the steps; accelerate: docs/engines.md; fsdp: weights, gradients and optimizer state are"
+        " sharded over the devices; unset: native, or accelerate with {deepspeed.enable=true}",
     )
     device: str = Field("auto", description="kind of device; auto: the best that is there")
     threads: PositiveInt | None = Field(None, description="CPU threads of a process; unset: torch's choice")
@@ -90,6 +90,32 @@ class TrainingSection(Section):
     ddp_bucket_view: bool = Field(False, description="gradients share memory with their buckets")
     ddp_static_graph: bool = Field(False, description="tell DDP that the graph never changes")
     performance: bool = Field(False, description="a speed run: named _perf in the reports")
+
+
+class FsdpSection(Section):
+    """FSDP2: what is sharded over which ranks, and when it is gathered and reduced."""
+
+    shard: Literal["full", "hybrid"] | None = Field(
+        None,
+        description="full: one copy of the model over all devices; hybrid: a copy over each {fsdp.shard_size} devices, which"
+        " gather among themselves alone; unset: full, or hybrid where {fsdp.shard_size} is given",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="devices that share one copy of the model; unset: with hybrid those of a machine, else all"
+    )
+    reshard_after_forward: Literal["always", "never"] = Field(
+        "always",
+        description="always: a block's weights are freed after its forward and gathered once more for its backward; never:"
+        " they stay until then: less communication, more memory",
+    )
+    reduce: Literal["last", "each"] = Field(
+        "last",
+        description="micro batches of an update after which gradients are reduced: last: one reduction, and until then"
+        " every device holds whole gradients; each: one a micro batch, and gradients are sharded at all times",
+    )
+    cpu_offload: bool = Field(
+        False, description="sharded weights, gradients and optimizer state are on the host, where the update is made"
+    )
 
 
 class DeepSpeedSection(Section):

@@ -34,6 +34,9 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("trace", "str", "logging.trace", takes="STEPS"),
     Row("dump_dataset", "str", "", "write every sample of the first epoch, as training sees it, and stop", takes="DIR"),
     Row("dry_run", "switch", "", "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device", choices=("full",)),
+    Row("engine", "str", "training.engine", "the same as --engine.type"),
+    Row("shard", "str", "fsdp.shard", "the same as --engine.shard"),
+    Row("shard_size", "int", "fsdp.shard_size", "the same as --engine.shard_size"),
     Row("deepspeed", "switch", "", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "", "DeepSpeed's JSON; with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
@@ -55,7 +58,7 @@ STORAGE_DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
-_ENGINES = ("native", "accelerate", "deepspeed")
+_ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
@@ -240,8 +243,13 @@ KEYS: tuple[Row, ...] = (
     key("x_axis_examples", "monitoring -", "logging.x_axis_examples"),
     # [engine]
     key("type", "engine", "?engine",
-        "native or accelerate; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
+        "native, accelerate or fsdp; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
     key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
+    key("shard", "engine -", "fsdp.shard"),
+    key("shard_size", "engine -", "fsdp.shard_size"),
+    key("fsdp_reshard_after_forward", "engine -", "fsdp.reshard_after_forward"),
+    key("fsdp_reduce", "engine -", "fsdp.reduce"),
+    key("fsdp_cpu_offload", "engine -", "fsdp.cpu_offload"),
     key("device", "engine", "training.device"),
     key("threads", "engine", "training.threads"),
 )

@@ -124,6 +124,8 @@ OURS: tuple[Row, ...] = (
     Row("tokenizer1_path", "str", "model.tokenizer1"),
     Row("device", "str", "training.device"),
     Row("engine", "str", "training.engine"),
+    Row("shard", "str", "fsdp.shard"),
+    Row("shard_size", "int", "fsdp.shard_size"),
     Row("threads", "int", "training.threads"),
     Row("ddp_timeout", "int", "training.ddp_timeout_min"),
     Row("performance", "switch", "training.performance"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +51,17 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     """Estimate what one card holds at all times, by formula; activations come on top."""
     training, moving = cfg.training, trained(parts.root)
     wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
+    shards = shard_size(cfg, ranks)  # devices that share one copy of everything
+    over = f", sharded over {shards} ranks" if shards > 1 else ""
 
     # weights, trained and frozen, with what low precision keeps beside them
     weights = sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters())
     resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
     items = [
-        MemoryItem(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B per trained parameter"),
+        MemoryItem(
+            f"weights in {training.full_precision or 'fp32'}", weights / shards, f"{wide} B per trained parameter{over}"
+        ),
         MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
     kept = weights_kept(training)
@@ -69,29 +74,45 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    items.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
-    if training.mixed_precision != "no" and not training.full_precision:
+    kept_whole = training.accumulation > 1 and cfg.fsdp.reduce == "last"  # until the last micro batch
+    cut = 1 if kept_whole else shards
+    items.append(
+        MemoryItem("gradients", wide * alive / cut, f"{wide} B {formula}{over if cut > 1 else ''}", in_step=True)
+    )
+    if training.mixed_precision != "no" and not training.full_precision and shards == 1:
         items.append(MemoryItem("casts of autocast", 2 * moving, "2 B per trained parameter", in_step=True))
-    if ranks > 1 and not training.ddp_bucket_view and alive == moving:
+    if ranks > 1 and training.engine != "fsdp" and not training.ddp_bucket_view and alive == moving:
         items.append(
             MemoryItem("gradient buckets", wide * moving, f"{wide} B per trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
     state = state_bytes(cfg, matrix_share(parts))
-    shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{state:g} B per trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
-    items.append(MemoryItem("optimizer state", state * moving / shards, formula))
+    owners = ranks if cfg.optimizer.type.lower() == "oss" else shards
+    formula = f"{state:g} B per trained parameter" + (f", sharded over {owners} ranks" if owners > 1 else "")
+    items.append(MemoryItem("optimizer state", state * moving / owners, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        items.append(MemoryItem("averaged weights", FP32 * moving, "4 B per trained parameter"))
+        items.append(MemoryItem("averaged weights", FP32 * moving / shards, f"4 B per trained parameter{over}"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
         items.append(
-            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B per trained parameter and width")
+            MemoryItem(
+                f"averages of {count} widths",
+                count * FP32 * moving / shards,
+                f"4 B per trained parameter and width{over}",
+            )
         )
     return items
+
+
+def shard_size(cfg: TrainConfig, ranks: int) -> int:
+    """Return how many devices share one copy of weights, gradients and state: one, but with FSDP."""
+    if cfg.training.engine != "fsdp":
+        return 1
+    on_a_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return min(ranks, cfg.fsdp.shard_size or (on_a_machine if cfg.fsdp.shard == "hybrid" else ranks))
 
 
 def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
@@ -191,17 +212,35 @@ def device_memory(cfg: TrainConfig, family: Any, parts: Parts, ranks: int, bucke
     the driver and libraries take.
     """
     items = tuple(needs(cfg, parts, ranks))
-    root, half = parts.root.to("meta"), cfg.training.full_precision
-    if half:
+    root, shards = parts.root.to("meta"), shard_size(cfg, ranks)
+    # FSDP gathers what autocast would cast
+    half = cfg.training.full_precision or (cfg.training.mixed_precision if shards > 1 else None)
+    if half in DTYPES:
         root.to(DTYPES[half])
-    step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root))
+    reduces = shards > 1 and (cfg.training.accumulation == 1 or cfg.fsdp.reduce == "each")
+    step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root, reduces))
     root.zero_grad(set_to_none=True)
+    if shards > 1:
+        # gradients of fp32, whole or the rows of reduced ones
+        moving, width = trained(root), next(root.parameters()).element_size()
+        step += FP32 * moving // shards if reduces else (FP32 - width) * moving
+        # the whole weights of two blocks: one runs, and the next one is gathered
+        sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in family.repeated(parts)]
+        step += 2 * max(sizes, default=0)
     return DeviceMemory(items, step, bucket, batch)
 
 
-def _free_gradients(cfg: TrainConfig, root: nn.Module) -> None:
-    """Take gradients away where the update does so during the backward pass: once those of a group are all there."""
+def _free_gradients(cfg: TrainConfig, root: nn.Module, reduces: bool) -> None:
+    """Take gradients away where the backward pass does: updates free those of a group once all are there.
+
+    reduces: each is cut over the ranks as soon as it is there.
+    """
     section = cfg.optimizer
+    if reduces:
+        for parameter in root.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
         return
     named = {name: parameter for name, parameter in root.named_parameters() if parameter.requires_grad}

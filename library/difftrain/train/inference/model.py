@@ -21,9 +21,10 @@ from difftrain import checkpoint, optim
 from difftrain.contracts import EVERY, ConfigFault, Fault, Parts
 from difftrain.diffusion.ema import start_share
 from difftrain.distributed.ranks import Ranks
+from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.engine.checkpointing import engine_file
 from difftrain.engine.optimizer_state import NamedState, merge_states
-from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader
+from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS
 from difftrain.models.placeholder import DTYPES, fill
 from difftrain.models.registry import make_family
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
