@@ -71,6 +71,16 @@ def test_two_ranks_with_averages_leave_what_synchronous_ones_do(door: Door, tmp_
     same_end(out, tmp_path / "now")
 
 
+def test_pieces_of_a_sharded_engine_are_copied_by_every_rank(door: Door, tmp_path: Path) -> None:
+    more = ("--engine=fsdp", "--use_ema", "--save_every_n_steps=2")
+    for name, how in (("now", ()), ("later", ("--save_async",))):
+        door.run(door.flags(tmp_path / name, *more, *how, batch=1, steps=4), ranks=2)
+    for name in ("NAME-step00000002-state", "NAME-step00000004-state"):
+        found = content(tmp_path / "later" / name)
+        assert found == content(tmp_path / "now" / name)
+        assert {"weights-00001.safetensors", "ema-00001.safetensors"} < found.keys()
+
+
 def test_a_kill_while_a_thread_writes_loses_no_step_of_the_result(door: Door, straight: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = door.flags(out, "--save_async", "--resume=auto")

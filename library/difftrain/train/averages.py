@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
 from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
-from difftrain.engine.snapshot import HostBuffers
+from difftrain.engine.snapshot import HostBuffers, write_safetensors
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -154,7 +153,7 @@ class Averages:
 
         def write(folder: Path) -> list[Path]:
             for name, tensors, metadata in files:
-                save_file(tensors, folder / name, metadata=metadata)
+                write_safetensors(folder / name, tensors, metadata)
             return [folder / name for name, _, _ in files]
 
         return write
