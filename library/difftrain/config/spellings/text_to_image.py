@@ -112,12 +112,14 @@ DIFFUSERS: tuple[Row, ...] = (
 )
 
 OURS: tuple[Row, ...] = (
+    Row("preempt_file", "str", "save.preempt_file"),
     Row("webhook_url", "str", "", "address that notices of the run are sent to; better given in the environment, as"
         " DIFFTRAIN_WEBHOOK_URL", secret="DIFFTRAIN_WEBHOOK_URL"),
     Row("config", "str", "", "sectioned TOML of this package, for every other setting; flags win"),
     Row("dry_run", "switch", "",
         "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
         choices=("full",)),
+    Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024"),
     Row("family", "str", "model.family", "which model it is; unset: read from the weights", default=""),
     Row("init_from_config", "str", "model.init_from_config"),
     Row("vae", "str", "model.vae"),
