@@ -210,8 +210,51 @@ def test_a_stopped_rank_is_named_when_the_time_is_up(who: int) -> None:
         (line,) = re.findall(rf"RankLost: rank {rank}: (.*)", text)
         assert not re.search(r"gloo|\.cc|peer|socket|wait timeout", line), line
         assert "stopped" in line and ("rank 1 of 3 " in line) == (who == 1), line
+        stacks = dumped(text, rank)
+        assert "rank" in stacks[0] and "waits" in stacks[0], stacks
+        assert any("in one_is_stopped" in line for line in stacks), stacks
+    assert not dumped(text, who)
     if who == 1:  # and before, by the rank beside it
-        assert re.findall(r"^rank 2: rank 1 of 3 .* 2 s$", text, re.MULTILINE), text
+        assert re.findall(r"^rank 2: rank 1 of 3 .* 2 s; .* in \w+$", text, re.MULTILINE), text
+        assert text.count("(last seen ") == 2, text
+
+
+def dumped(text: str, rank: int) -> list[str]:
+    """Return the lines that a rank has printed of its stacks."""
+    return re.findall(rf"^\[rank {rank}\] (.*)", text, re.MULTILINE)
+
+
+def one_hangs(who: str) -> None:
+    from difftrain.distributed import heartbeats
+
+    heartbeats.END_S = 1.0
+    with _open(timeout_min=0.05) as ranks:
+        ranks.barrier()
+        ranks.doing("step 7")
+        if ranks.rank == int(who):
+            endless_loop()
+        ranks.barrier()
+
+
+def endless_loop() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the rank that keeps the store", "any rank"])
+def test_a_rank_that_hangs_prints_where_and_is_ended(who: int) -> None:
+    """Nobody started these ranks who would end them: the one that hangs ends by its own thread, once the other has left."""
+    ended = run_ranks(2, f"{HERE}::one_hangs", who, check=False, timeout_s=60)
+    assert [rank.code for rank in ended] == [1, 1]
+    (line,) = re.findall(rf"RankLost: rank {1 - who}: (.*)", ended[1 - who].err)
+    assert f"rank {who} of 2 is alive" in line and "step 7" in line, line
+    for rank in ended:
+        stacks = dumped(rank.err, rank.rank)
+        assert f"rank {rank.rank} of 2, step 7" in stacks[0] and ("not wait" in stacks[0]) == (rank.rank == who), stacks
+        assert any("in endless_loop" in line for line in stacks) == (rank.rank == who), stacks
+    (why,) = re.findall(f"^rank {who} of 2: (.*)", ended[who].err, re.MULTILINE)
+    assert (f"rank {1 - who} has left" in why) == (who == 0) and ("store" in why) == (who == 1), why
+    assert max(rank.seconds for rank in ended) < 40
 
 
 def listening() -> None:

@@ -44,7 +44,7 @@ class Job:
         self.folder, self.process = folder, None
         (folder / "rank.py").write_text(RANK)
 
-    def start(self, *torchrun: str, saves_for: float = 0) -> subprocess.Popen[str]:
+    def start(self, *torchrun: str, saves_for: float | str = 0) -> subprocess.Popen[str]:
         words = [*(torchrun or ("--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1")),
                  "--nproc_per_node=1", str(self.folder / "rank.py"), str(self.folder), str(saves_for)]  # fmt: skip
         environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -153,3 +153,35 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(job: Job) -> None:
     process.kill()
     job.wait_for("saved")
     until(lambda: not Path(f"/proc/{rank}").exists())
+
+
+# Ends as it is told, the first time by SIGKILL where it is to be started again.
+FAILING = """
+import os, pathlib, signal, sys
+here, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+with (here / "starts").open("a") as starts:
+    starts.write("x")
+if how == "killed" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(0 if how == "killed" else int(how))
+"""
+
+
+@pytest.mark.parametrize(("how", "code", "starts"), [("killed", 0, 2), ("75", 75, 1), ("2", 2, 1), ("3", 3, 3)])
+def test_ranks_start_again_where_that_may_help(job: Job, how: str, code: int, starts: int) -> None:
+    """Not after a wrong flag, nor after a notice of pre-emption."""
+    (job.folder / "rank.py").write_text(FAILING)
+    words = (
+        "--nnodes=1",
+        "--max_restarts=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "--local_addr=127.0.0.1",
+    )
+    process = job.start(*words, saves_for=how)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == code, text
+    assert len((job.folder / "starts").read_text()) == starts, text
+    assert [f"({number} of 2)" in text for number in (1, 2)] == [starts > 1, starts > 2] and "Traceback" not in text
+    assert ("by SIGKILL" in text) is (how == "killed")
+    assert ("pre-emption" in text) is (code == 75)

@@ -13,6 +13,7 @@ from typing import Any
 
 from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import draws_captions
+from difftrain.config.layers import PATHS
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import DatasetSection, TrainConfig
 from difftrain.config.schema.validate import default_of, fields
@@ -45,6 +46,27 @@ ADDED = frozenset({
     "model.guidance", "model.train_only", "data.split", "data.max_samples", "loss.min_snr_plus_one", "ema.ramp",
     "training.allow_tf32",
 })  # fmt: skip
+
+
+# what one machine of a job may have otherwise than another, beside paths; everything else ranks must have alike
+OF_ONE_MACHINE = frozenset({
+    "data.datasets", "data.workers", "data.prefetch", "data.image_decoder", "data.verify",
+    "cache.workers", "cache.preload", "cache.copy_gib", "save.resume", "training.device", "training.threads",
+})  # fmt: skip
+
+
+def of_every_machine(cfg: TrainConfig) -> dict[str, Any]:
+    """Return what must be the same on every machine of a job, by "section.field". Paths may differ: their content counts."""
+    out: dict[str, Any] = {}
+    for path in fields():
+        if path in OF_ONE_MACHINE or path in PATHS:
+            continue
+        section, _, field = path.partition(".")
+        out[path] = getattr(getattr(cfg, section), field)
+    for number, dataset in enumerate(cfg.data.datasets, 1):
+        of_it = _fields_of(f"data set {number}", dataset)
+        out |= {name: value for name, value in of_it.items() if name.rpartition(" ")[2] not in _PATHS_OF_DATA}
+    return out
 
 
 def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
@@ -102,13 +124,16 @@ def _cached(cfg: TrainConfig) -> dict[str, Any]:
     return {f"cache.{name}": value for name, value in kept.items() if value not in (None, default_of(f"cache.{name}"))}
 
 
+_PATHS_OF_DATA = ("image_dir", "metadata_file", "conditioning_dir", "default_mask")
+
+
 def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
     """Return what a data set is: paths by their last name, without what its global batch or no weight depends on."""
     values = dataset.model_dump(mode="json", exclude={"batch_size", "subsets"})
     by_name = {f"{name}: {field}": value for field, value in values.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():
-            is_path = value and field in ("image_dir", "metadata_file", "conditioning_dir", "default_mask")
+            is_path = value and field in _PATHS_OF_DATA
             by_name[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
     return by_name
 

@@ -33,7 +33,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
-from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
+from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, SHORT, TABLES
 from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.spelling import meaning, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
@@ -227,18 +227,19 @@ def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
         takes = OPTIONS[name].takes if name in OPTIONS else "VALUE" if "." in name else ""
         if not equals and takes and at < len(argv) and not argv[at].startswith("--"):
             text, equals, at = argv[at], "=", at + 1
+        spelt, name = f"--{name}", SHORT.get(name, name)
         if name in OPTIONS:
             _option(name, text if equals else None, bare, line)
         elif "." not in name.strip("."):
-            line.faults.append(Fault(f"--{name}", "no such option", _guess(name)))
+            line.faults.append(Fault(spelt, "no such option", _guess(name)))
         elif not equals:
-            line.faults.append(Fault(f"--{name}", "its value is missing", "--section.key value"))
+            line.faults.append(Fault(spelt, "its value is missing", "--section.key value"))
         else:
             table, _, key = name.rpartition(".")
             if name in items and items[name].text != text:
                 shown_value = REDACTED if is_secret(f"--{name}") else repr(text)
-                line.notes.append(f"--{name} is given twice: the last one counts, {shown_value}")
-            items[name] = KeyValue(table, key, literal(text), f"--{name}", None, text)
+                line.notes.append(f"{spelt} is given twice: the last one counts, {shown_value}")
+            items[name] = KeyValue(table, key, literal(text), spelt, None, text)
     return bare, list(items.values())
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import TrainingFault
-from difftrain.distributed import heartbeats
+from difftrain.distributed import heartbeats, rounds
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.loopback import loopback_only
 
@@ -38,6 +38,9 @@ _LOST = re.compile(
     r"|\bEI00(?:02|06|13)\b",
     re.IGNORECASE,
 )
+
+
+_TIME_IS_UP = re.compile(r"timed? ?out|times out", re.IGNORECASE)
 
 
 class RankLost(TrainingFault):
@@ -92,9 +95,18 @@ class Ranks:
             _meeting(launch.rank, f"{at} %s; {_TO_CHECK}", timeout),
         ):
             with loopback_only(launch):
-                dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+                shared = rounds.open_round(launch, timeout) if rounds.needed() else None
+                dist.init_process_group(
+                    device.backend, timeout=timeout, store=shared, rank=launch.rank, world_size=launch.size
+                )
             store: Any = dist.PrefixStore("difftrain/heartbeats", dist.distributed_c10d._get_default_store())
-            own = heartbeats.Heartbeats(store.clone(), launch.rank, launch.size)
+            own = heartbeats.Heartbeats(
+                store.clone(),
+                launch.rank,
+                launch.size,
+                timeout.total_seconds(),
+                (launch.master_addr, launch.master_port),
+            )
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
             with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
@@ -112,6 +124,11 @@ class Ranks:
     def is_logger(self) -> bool:
         """Tell whether this rank writes reports and prints."""
         return self.rank == 0
+
+    def doing(self, what: str) -> None:
+        """Let the others know what this rank does from here on; `heartbeats.STEP` and a number while it computes a step."""
+        if self.heartbeats:
+            self.heartbeats.doing(what)
 
     def agree(self, value: int) -> int:
         """Return the largest value that any rank gave."""
@@ -156,7 +173,11 @@ class Ranks:
     def _missing(self, error: BaseException) -> RankLost:
         """Find out which rank is missing. The library's own text goes to the log of those who want it."""
         log.debug("rank %d: %s: %s", self.rank, type(error).__name__, error)
-        roll = self.heartbeats.roll() if self.heartbeats else heartbeats.Roll(answered=False)
+        roll = heartbeats.Roll(answered=False)
+        if self.heartbeats:
+            is_late = _TIME_IS_UP.search(str(error)) is not None
+            with self.heartbeats.waiting() if is_late else contextlib.nullcontext():
+                roll = self.heartbeats.roll(error, stacks=is_late)
         return RankLost(f"rank {self.rank}: {heartbeats.sentence(roll, self.size, self.limit, self.where)}")
 
     def counter(self, name: str) -> Callable[[], int]:

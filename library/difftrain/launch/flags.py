@@ -67,6 +67,7 @@ OWNED: tuple[Owned, ...] = (
     Owned(("master_ip",), "", "address of machine 0"),
     Owned(("master_port",), "", "a free port of machine 0 (8989)", "int"),
     Owned(("ddp_timeout",), "ddp_timeout", "minutes that machines and processes wait for each other (30)", "int"),
+    Owned(("max_restarts",), "", "how often the processes start again by themselves after one has failed (0)", "int"),
     Owned(("output_dir",), "", "folder for the run's files, instead of one named after device_id"),
     Owned(("demo_scale",), "", "fraction of the demo's images and steps: 0.1 is a quick look"),
     Owned(("dry_run",), "dry_run", "print what would be done; touches no device", "switch"),

@@ -47,6 +47,7 @@ class Where:
     port_given: bool
     device_id: int | None
     sentence: str
+    restarts: int = 0  # after a rank has failed
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -65,6 +66,7 @@ class Where:
     def torchrun(self, wait_s: float = 0) -> list[str]:
         """Return torchrun's own arguments. wait_s: how long machines wait for one another."""
         words = [f"--nnodes={self.nodes}", f"--nproc_per_node={self.processes}"]
+        words += [f"--max_restarts={self.restarts}"] if self.restarts else []
         if self.nodes == 1 and not self.port_given:  # two runs on one machine never ask for one port
             # without the address torchrun hands the host's name to the ranks, and nothing listens there
             return [*words, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
@@ -195,6 +197,7 @@ def where(
         nodes > 1 or "master_port" in flags.values or "master_ip" in flags.values,
         device_id,
         _sentence(device, nodes, rank, processes, master, port, flags),
+        flags.number("max_restarts", 0),
         faults,
         notes,
     )

@@ -25,6 +25,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+PREEMPTED = 75  # as train/triggers.py has it
+# how ranks end that need not be started again: a wrong configuration, a notice of pre-emption, a stop that was asked for
+FINAL = (2, PREEMPTED, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 IMPATIENT_S = 5.0  # signals that come closer together are one wish, as the ranks see it
 TORCHRUN = "--torchrun"  # the first argument of the process that becomes torchrun
 # where torchrun makes the stores of a single machine
@@ -164,6 +167,7 @@ def run(words: list[str]) -> int:
     from difftrain.distributed.loopback import stores_on_loopback
     from difftrain.launch import rendezvous
 
+    _judge_before_restarts()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables bury the ranks' messages
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     try:
@@ -190,16 +194,44 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
+def _judge_before_restarts() -> None:
+    """Let torchrun start ranks again only where that may help, and say so: it would do that for a wrong flag as well."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    monitor = LocalElasticAgent._monitor_workers
+
+    def judging(self: Any, group: Any) -> Any:
+        result = monitor(self, group)
+        if not result.is_failed() or self._remaining_restarts < 1:
+            return result
+        codes = [int(failure.exitcode) for failure in result.failures.values()]
+        if any(code in FINAL for code in codes):
+            self._remaining_restarts = 0
+        else:
+            rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            count = group.spec.max_restarts - self._remaining_restarts + 1
+            _print(f"{_how(rank, int(failure.exitcode))}: all ranks start again ({count} of {group.spec.max_restarts})")
+        return result
+
+    LocalElasticAgent._monitor_workers = judging  # type: ignore[method-assign]
+
+
+def _how(rank: int, code: int) -> str:
+    """Say how a rank ended. A signal counts as 128 + its number, as shells count."""
+    if code < 0:
+        return f"rank {rank} was ended by {signal.Signals(-code).name}"
+    return f"rank {rank} failed with exit code {code}"
+
+
 def _verdict(error: Any) -> int:
-    """Name the rank that failed first. A signal counts as 128 + its number, as shells count."""
+    """Name the rank that failed first."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
-    if code < 0:
-        print(f"rank {rank} was ended by {signal.Signals(-code).name}", flush=True)
-        return 128 - code
-    if code != 2:  # 2 has said what is wrong
-        print(f"rank {rank} failed with exit code {code}", flush=True)
-    return code
+    if code == PREEMPTED:
+        print(f"the run was saved and ended with exit code {code}: a notice of pre-emption was there", flush=True)
+    elif code != 2:  # 2 has said what is wrong
+        print(_how(rank, code), flush=True)
+    return 128 - code if code < 0 else code
 
 
 def main(argv: list[str]) -> int:

@@ -137,7 +137,7 @@ def notes_of(run: Run, failed_saves: int) -> dict[str, Any]:
         "choices": run.choices,
         "model": list(dict.fromkeys(run.model.parts.notes)),
     }
-    hub = {"fetched": run.hub, "uploads": run.uploads.facts()}
+    hub = {"fetched": run.hub, "uploads": run.uploads.facts(), "slow_ranks": run.slow_ranks}
     return notes | {key: value for key, value in hub.items() if value}
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from difftrain.contracts import Batch
+from difftrain.distributed.heartbeats import STEP
 from difftrain.train.diagnosis.first_batch import check_encoders
 from difftrain.train.diagnosis.out_of_memory import in_step
 from difftrain.train.meter import Meter
@@ -50,6 +51,7 @@ def _steps(
     run.clock.start()
     is_first = True
     for micro in run.clock.batches(steps):
+        run.ranks.doing(f"{STEP}{run.progress.step + 1}")
         # what encoders make is looked at once, before it reaches a weight
         if is_first:
             is_first = False
@@ -70,6 +72,7 @@ def _steps(
         run.clock.stepped(images, sum(number * run.flops(rows.bucket) for rows, number in sizes))
         at = run.position
         meter.after_step(at, micro, stats)
+        run.ranks.doing(f"after step {at.step}")
         for hook in hooks:
             hook.after_step(at)
 

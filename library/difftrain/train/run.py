@@ -41,10 +41,12 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s
 from difftrain.report.notices import open_notices
 from difftrain.report.progress import SIGNS
+from difftrain.train.agreement import agree_on_model, agree_on_start
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
 from difftrain.train.diagnosis import out_of_memory
 from difftrain.train.diagnosis.non_finite import NonFinite
+from difftrain.train.diagnosis.slow_ranks import PaceHook
 from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.drawing import Drawing
 from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
@@ -76,14 +78,14 @@ from difftrain.train.session import (
     schedule_from,
 )
 from difftrain.train.state import Hook, Run, TrainedModel
-from difftrain.train.triggers import Requests
+from difftrain.train.triggers import PREEMPTED, NoticeFile, Requests
 
 BAD_AT_END = 2  # losses in a row that are no number: one may be an accident, more at the end of a run are its failure
 log = logging.getLogger("difftrain")
 
 
 def run(cfg: TrainConfig, argv: list[str], explicit: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Train as configured and return the exit code: 0 finished, 128 + signal where a signal ended it early.
+    """Train as configured and return the exit code: 0 finished, 128 + signal or PREEMPTED where somebody ended it early.
 
     explicit: fields that somebody gave -> where; one of them that nothing reads by the first step stops the run.
     """
@@ -120,9 +122,11 @@ def _run(
         notices = stack.enter_context(open_notices(launch.rank == 0))
         stack.enter_context(out_of_memory.explained(cfg, device, launch))
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
-        requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
+        notice = cfg.save.preempt_file if ranks.leads_node else None
+        requests = stack.enter_context(Requests(NoticeFile(Path(notice)) if notice else None).listening())
         run_log = stack.enter_context(logged(ranks.is_logger))
+        agree_on_start(cfg, ranks)
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
@@ -156,7 +160,9 @@ def _run(
         meter, saving, evaluating, drawing = make_hooks(this, outputs)
         # what a step is worth is written down before the step is saved: a kill in between loses neither
         tracing = Tracing(this.cfg, this.model, device, ranks, this.clock)
-        hooks: list[Hook] = [tracing, evaluating, drawing, saving]
+        pace = PaceHook(this.model.parts.root, ranks, this.clock, cfg.logging.log_every, device.marker())
+        this.slow_ranks = pace.notes
+        hooks: list[Hook] = [pace, tracing, evaluating, drawing, saving]
         if ranks.is_logger:
             hooks.append(Reporting(partial(report_so_far, this, outputs, meter, saving), saving, this.clock))
         say_what_runs(this)
@@ -176,13 +182,13 @@ def _run(
             wait_for_uploads(this, AT_STOP_S)
             if ranks.is_logger:
                 write_reports(this, meter, saving)
-            number = ranks.agree(requests.stop_signal)
-            why = "a signal" if number else "save_quit"
+            code = ranks.agree(requests.exit_code)
+            why = {0: "save_quit", PREEMPTED: "a notice of pre-emption"}.get(code, "a signal")
             if ranks.is_logger:
                 say_where(this, saving)
             log.info("stopped by %s at step %d; %s", why, this.progress.step, how_to_go_on(cfg.save))
             notices.send("stopped", f"stopped by {why} at step {this.progress.step}", step=this.progress.step)
-            return 128 + number if number else 0
+            return code
         finish(this, outputs, meter, saving, evaluating, session.record)
         if saving.exports.not_finite:
             raise TrainingFault(f"the trained weights are not finite: {saving.exports.not_finite}")
@@ -278,6 +284,7 @@ def assemble(
 
     # --- 3. plan: which draws form each global batch, from the checkpoint's position on
     SIGNS.now("planning the batches")
+    agree_on_model(parts.config, ranks)
     plan, total = plan_run(cfg, data, engine.dp_size, ranks, session)
     first_step = initial_step(cfg, plan, total) if fresh else session.step
     identity = identity_of(cfg, parts, plan, session, ranks, torch.get_num_threads())

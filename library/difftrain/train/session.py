@@ -16,7 +16,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest, without_empty
 from difftrain.config.digest import identity as config_identity
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
+from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.plan import EVERY, WHOLE_BATCHES, EpochPlan, changes, kind_of, total_steps, why_no_step
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data
@@ -24,6 +24,7 @@ from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch_state
 from difftrain.train import shared_checkpoint
+from difftrain.train.agreement import agree_on_data
 from difftrain.train.averages import SNAPSHOTS
 from difftrain.train.run_dir import RESETS, Torchruns, launch_of, resume_option, wrote
 from difftrain.train.saving import CLOCK_FILE
@@ -208,10 +209,8 @@ def plan_run(
     Without ranks and session it is the plan of a fresh run, as --dry_run shows it. Raises DataFault, ConfigFault.
     """
     plan = make_plan(data, cfg, global_batches(cfg, replicas))
-    if ranks is not None and len(set(ranks.gather(plan.digest))) > 1:
-        raise DataFault(
-            f"the machines see different data under {option('data.dirs')}: their plans differ; copy the data again"
-        )
+    if ranks is not None:
+        agree_on_data(plan, ranks)
     if session is not None:
         resume_position(plan, session)
     total = total_steps(cfg.training, plan)

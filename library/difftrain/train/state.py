@@ -142,6 +142,7 @@ class Run:
     # what checkpoints, exports and reports say of the run
     identity: dict[str, Any] = field(default_factory=dict)  # as JSON, the head of every checkpoint's meta
     hub: dict[str, str] = field(default_factory=dict)  # commits of what was fetched
+    slow_ranks: list[str] = field(default_factory=list)  # what was said of ranks that the others waited for
     schedule_from: int = 0  # updates done when the schedule of the learning rate began
     attention: str = ""  # which one, in a sentence
     parameters: dict[str, int] = field(default_factory=dict)  # by part, before an engine cuts them into pieces

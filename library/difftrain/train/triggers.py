@@ -10,23 +10,71 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+log = logging.getLogger("difftrain")
 IMPATIENT_S = 5.0
+LOOK_S = 0.5  # between two looks at files: the folder may be far away
+PREEMPTED = 75  # exit code of a run that a notice file ended: EX_TEMPFAIL of sysexits.h, "try again later"
 # ordered: over the ranks the largest request wins. Of samples; of a checkpoint; with an export; with one, and to end; and
 # to end
 NOTHING, SAMPLE, SAVE, EXPORT, QUIT, STOP = range(6)
 
 
-class Requests:
-    """Hold what signals have asked of this process since it was last taken."""
+class NoticeFile:
+    """Look whether the file is there by which a cloud's or a scheduler's agent announces the end of this machine.
 
-    def __init__(self) -> None:
+    One that was there before the run began is of an earlier end: it counts once it is written anew.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._now = path, now
+        self._looked_at, self._has_come = float("-inf"), False
+        self._before = self._state()
+        if self._before is not None:
+            log.warning("%s was there before this run began: it counts as a notice once it is written anew", path)
+
+    def has_come(self) -> bool:
+        """Tell whether the notice is there; once it has come, that stays."""
+        if self._has_come or self._now() - self._looked_at < LOOK_S:
+            return self._has_come
+        self._looked_at = self._now()
+        state = self._state()
+        self._has_come = state is not None and state != self._before
+        if state is None:
+            self._before = None  # it was taken away: the next one is new, whatever its times
+        if self._has_come:
+            log.warning("%s is there: this machine is about to be taken away", self._path)
+        return self._has_come
+
+    def _state(self) -> tuple[int, ...] | None:
+        """Return what changes when a file is written anew, even with the same content; None where there is none."""
+        try:
+            status = self._path.stat()
+        except OSError:  # a disk that does not answer for a moment announces nothing
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Requests:
+    """Hold what signals, and the notice file, have asked of this process since it was last taken."""
+
+    def __init__(self, notice: NoticeFile | None = None) -> None:
+        self._notice = notice
         self._requested = NOTHING
         self._heeded = False
         self.stop_signal = 0
         self._asked_at = 0.0
 
+    @property
+    def exit_code(self) -> int:
+        """Return how a process ends that was asked to stop: 128 + signal, or PREEMPTED; 0 where nobody asked it."""
+        if self.stop_signal:
+            return 128 + self.stop_signal
+        return PREEMPTED if self._requested == STOP else 0
+
     def take(self) -> int:
         """Return the largest request so far; a save is asked once, a stop stays."""
+        if self._requested < STOP and self._notice is not None and self._notice.has_come():
+            self._requested, self._asked_at = STOP, time.monotonic()
         needed = self._requested
         if needed == SAVE:
             self._requested = NOTHING
@@ -38,7 +86,7 @@ class Requests:
             return
         if not self._heeded:  # nothing is lost yet, or all is saved: nobody waits for a step boundary
             raise SystemExit(128 + number)
-        if self._requested == STOP:
+        if self._requested == STOP and self.stop_signal:
             if time.monotonic() - self._asked_at > IMPATIENT_S:
                 raise SystemExit(128 + number)
             return
@@ -65,10 +113,8 @@ class Requests:
                 signal.signal(number, handler)
 
 
-log = logging.getLogger("difftrain")
 FILES = {"save_quit": QUIT, "save": EXPORT, "sample": SAMPLE, "sample_now": SAMPLE}  # sample: until there is the folder
 SAMPLES = "sample"  # the folder of samples, once there are some
-LOOK_S = 0.5  # between two looks: the folder may be far away
 
 
 class ControlFiles:

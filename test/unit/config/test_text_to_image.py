@@ -40,7 +40,7 @@ THEIRS: dict[str, Any] = {
 FROZEN_OURS = {
     "config", "dry_run", "dry_run_ranks", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "shard", "shard_size", "threads",
     "performance", "log_every", "timed_step", "loss_target", "ddp_timeout", "webhook_url",
-    "trace",
+    "trace", "preempt_file",
 }  # fmt: skip
 Line = Callable[..., Any]
 SD1 = WeightsIdentity("sd1", "epsilon")

@@ -121,3 +121,12 @@ def test_what_cann_put_on_the_path_stays_on_it() -> None:
 def test_torchrun_loads_no_device() -> None:
     environ = place("1m_1p", NPU).environment({})
     assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_restarts_are_torchruns() -> None:
+    assert not any("restart" in word for word in place("1m_8p", CPU).torchrun())
+    for layout in ("1m_1p", "1m_8p", "nm_np"):
+        found = place(layout, CPU, "--max_restarts=3", "--master_ip=10.0.0.1")
+        assert not found.faults and "--max_restarts=3" in found.torchrun()
+    (fault,) = flags.read(["--max_restarts=-1"], {}).faults
+    assert names(fault, "--max_restarts", "-1")

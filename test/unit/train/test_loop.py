@@ -27,10 +27,10 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
     """Train five steps, ask for something at the second, and return how many were done. drawn: called with each samples."""
     wishes = iter((NOTHING, wish, NOTHING, NOTHING, NOTHING))
     run: Any = SimpleNamespace(
-        clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=None,
+        clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=SimpleNamespace(step=1),
         model=SimpleNamespace(engine=Nothing(), averages=Nothing(), parts=None),
         plan=SimpleNamespace(counts=lambda step: [(SimpleNamespace(bucket=None), 1)]), progress=SimpleNamespace(step=0, samples_seen=0),
-        ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
+        ranks=SimpleNamespace(agree=lambda wanted: wanted, doing=lambda what: None), device=Nothing(), cfg=None,
     )  # fmt: skip
     saving: Any = SimpleNamespace(
         requested=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
@@ -61,4 +61,4 @@ def test_a_run_ends_where_it_is_asked_and_has_what_was_asked_for(
 def test_samples_are_drawn_once_and_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     assert steps_done(monkeypatch, SAMPLE, saved=False, drawn=drawn.append) == 5
-    assert drawn == ["taken", None]  # the request, then the samples, at the position of the step
+    assert [drawn[0], drawn[1].step] == ["taken", 1]  # the request, then the samples, at the position of the step

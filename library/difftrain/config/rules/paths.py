@@ -112,6 +112,19 @@ def logs(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         yield from _unwritable("logging.logging_dir", Path(cfg.logging.logging_dir))
 
 
+def notice(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """A notice of pre-emption is a file, in a folder that is there: else nobody could put it where it is looked for."""
+    path = cfg.save.preempt_file
+    if path is None:
+        return
+    if not path or is_folder(path):
+        what = "is empty" if not path else f"{path!r} is a folder, not a file"
+        yield Finding(("save.preempt_file",), what, "give the name of the file that announces the end of this machine")
+    elif not is_folder(Path(path).absolute().parent):
+        what = f"there is no folder for it: {str(Path(path).absolute().parent)!r}"
+        yield Finding(("save.preempt_file",), what, "make the folder, or give another file")
+
+
 def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
     """Say why a folder cannot be made or written to, by the nearest of its parents that is there."""
     nearest = next((path for path in (folder, *folder.absolute().parents) if path_exists(path)), Path("/"))
@@ -167,7 +180,7 @@ def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
 
 
-PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thumbnail, prompts, trackers)
+PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, notice, thumbnail, prompts, trackers)
 
 
 _STATE = "give {save.resume}=REPO_ID/PATH[:REVISION[:model|dataset]]"

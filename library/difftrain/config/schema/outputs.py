@@ -68,6 +68,11 @@ class SaveSection(Section):
     reset_optimizer_params: bool = Field(
         False, description="a resume takes rate, decay and betas from the configuration"
     )
+    preempt_file: str | None = Field(
+        None,
+        description="when this file appears, the run saves a checkpoint at the next step and ends with exit code 75;"
+        " one that is there before it starts counts once it is written anew",
+    )
     no_metadata: bool = Field(False, description="write no metadata into exports")
 
 

@@ -298,6 +298,7 @@ OURS: tuple[Row, ...] = (
     Row("trace", "str", "logging.trace"),
     Row("training_comment", "str", "metadata.training_comment"),
     Row("no_metadata", "switch", "save.no_metadata"),
+    Row("preempt_file", "str", "save.preempt_file"),
     Row("demo", "str", "demo.dataset"),
     Row("demo_score", "switch", "demo.score"),
     Row("unet_lr", "float", "optimizer.unet_lr"),

@@ -112,6 +112,7 @@ DIFFUSERS: tuple[Row, ...] = (
 )
 
 OURS: tuple[Row, ...] = (
+    Row("preempt_file", "str", "save.preempt_file"),
     Row("webhook_url", "str", "", "address that notices of the run are sent to; better given in the environment, as"
         " DIFFTRAIN_WEBHOOK_URL", secret="DIFFTRAIN_WEBHOOK_URL"),
     Row("config", "str", "", "sectioned TOML of this package, for every other setting; flags win"),
