@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from difftrain.train.estimate.communication import (
     Cluster,
     Collective,
+    Kind,
     ModelSize,
     Spread,
     collectives,
@@ -17,6 +19,7 @@ from difftrain.train.estimate.communication import (
     sent,
 )
 
+POINT: Kind = get_args(Kind)[-1]
 MODEL = ModelSize(
     (600, 400), 1000, blocks=600, cuts=((50.0, 40.0), (70.0, 60.0), (90.0, 80.0)), stages=(300, 200, 400, 100)
 )
@@ -24,7 +27,7 @@ MODEL = ModelSize(
 
 def test_rings_send_what_their_authors_say() -> None:
     assert sent("all-reduce", 100.0, 4) == 150.0 and sent("reduce-scatter", 100.0, 4) == 75.0
-    assert sent("all-gather", 100.0, 1) == 0.0 and sent("point to point", 100.0, 8) == 100.0
+    assert sent("all-gather", 100.0, 1) == 0.0 and sent(POINT, 100.0, 8) == 100.0
 
 
 @pytest.mark.parametrize("way", ["ddp", "oss", "fairscale", "zero1", "zero2", "zero3", "fsdp"])
@@ -36,11 +39,11 @@ def test_the_busiest_stage_counts_and_gradients_go_among_replicas() -> None:
     spread = Spread("pipeline", 8, stages=4, micro=3)
     forward_and_back = 3 * (90.0 + 60.0)  # of the third stage: to the fourth, and back to the second
     assert collectives(spread, MODEL) == (
-        Collective("point to point", forward_and_back, 4, apart=2),
+        Collective(POINT, forward_and_back, 4, apart=2),
         Collective("all-reduce", 4.0 * 400, 2),
     )
     alone = collectives(replace(spread, ranks=4), MODEL)
-    assert [item.kind for item in alone] == ["point to point"]
+    assert [item.kind for item in alone] == [POINT]
     # two pieces of the model on each of two devices: the first sends twice forward and once back
     interleaved = collectives(Spread("pipeline", 2, stages=2, micro=1), replace(MODEL, stages=(500, 500)))
     assert interleaved[0].payload == max(50.0 + 90.0 + 60.0, 70.0 + 40.0 + 80.0)
