@@ -117,6 +117,7 @@ class Engine(Protocol):
         self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]
     ) -> TensorFile | None: ...  # this rank's part of averages of the trained weights
     def snapshot(self) -> Snapshot: ...
+    def reserve_snapshot(self) -> Callable[[], None]: ...  # its memory, ahead of the first; what touches it is returned
     def restore(
         self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0
     ) -> None: ...  # optimizer: its state too; params: and what it changed in its groups; schedule_from: a position

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ class CheckpointedEngine(BaseEngine):
 
         # --- copies, in memory of their own
         share = self._share()
-        engine = self._describe(share.state_tensors.__setitem__) if self.ranks.rank == 0 else None
+        engine = deepcopy(self._describe(share.state_tensors.__setitem__)) if self.ranks.rank == 0 else None
         copies = {
             kind: self._copied(kind, tensors)
             for kind, tensors in ((WEIGHTS, share.weights), (OPTIMIZER, share.state_tensors.items()))
@@ -127,6 +128,12 @@ class CheckpointedEngine(BaseEngine):
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
         return TensorFile(f"{kind}-00000.safetensors", averages, about) if self.ranks.rank == 0 else None
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""
+        with self._buffers.reserving():
+            self.snapshot()
+        return self._buffers.touch
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {

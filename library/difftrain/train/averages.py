@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
 from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
+from difftrain.engine.snapshot import HostBuffers, write_safetensors
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -134,16 +134,29 @@ class Averages:
 
     # --- checkpoints
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
-        written = []
+    def snapshot(self, buffers: HostBuffers | None = None) -> Callable[[Path], list[Path]]:
+        """Return what writes this rank's share of all averages into a checkpoint: those of whole weights are the first rank's.
+
+        buffers: what holds copies of them as they are now; None: it writes them as they are when it is called.
+        """
         moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
+        files = []
         for kind, average in (*moving, *self._by_width()):
             file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
-            if file is not None:
-                written.append(folder / file.name)
-                save_file(dict(file.tensors), written[-1], metadata=dict(file.metadata))
-        return written
+            if file is None:
+                continue
+            tensors = dict(file.tensors)
+            if buffers is not None:
+                copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
+                tensors = dict(zip(tensors, copies.values()))
+            files.append((file.name, tensors, dict(file.metadata)))
+
+        def write(folder: Path) -> list[Path]:
+            for name, tensors, metadata in files:
+                write_safetensors(folder / name, tensors, metadata)
+            return [folder / name for name, _, _ in files]
+
+        return write
 
     def _by_width(self) -> list[tuple[str, PowerEma]]:
         return [(POWER.format(width=ema.width), ema) for ema in self.profiles]

@@ -178,6 +178,7 @@ def _run(
         step = this.progress.step
         notices.send("started", f"training begins{f' after step {step}' if step else ''}", step=step)
         SIGNS.now("finishing the run")  # once the steps are done
+        stack.enter_context(saving.checkpoints.kept_on_errors())
         with SIGNS.doing(outputs.progress):
             is_done = train(this, batches_of(this), hooks, meter, saving, requests, drawing.draw_now)
         if not is_done:

@@ -26,8 +26,8 @@ from difftrain.hub.fetch import fetch_state
 from difftrain.train import shared_checkpoint
 from difftrain.train.agreement import agree_on_data
 from difftrain.train.averages import SNAPSHOTS
+from difftrain.train.checkpoints import CLOCK_FILE
 from difftrain.train.run_dir import RESETS, Torchruns, launch_of, resume_option, wrote
-from difftrain.train.saving import CLOCK_FILE
 from difftrain.train.state import PROGRESS_FILE, Run, TrainProgress
 
 log = logging.getLogger("difftrain")

@@ -302,6 +302,7 @@ OURS: tuple[Row, ...] = (
     Row("trace", "str", "logging.trace"),
     Row("training_comment", "str", "metadata.training_comment"),
     Row("no_metadata", "switch", "save.no_metadata"),
+    Row("save_async", "switch", "save.asynchronous"),
     Row("preempt_file", "str", "save.preempt_file"),
     Row("demo", "str", "demo.dataset"),
     Row("demo_score", "switch", "demo.score"),
