@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Long drills, each bounded in time: random kills and restarts, ten million records, a model compiled by inductor, all of
+# Long drills, each bounded in time: random kills and restarts, failures of every kind on every engine, ten million records, a model compiled by inductor, all of
 # kohya's public lines, hostile files and configurations, thousands of steps in which nothing may grow, and planted faults
 # that the tests must notice; and tests marked nightly. Two to three hours on two cores.
 # Uses the environment of test/run_tests.sh, which must have run once.
@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}"
 "$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}" --door=train
+"$python" test/drills/failures.py --rounds="${FAILURE_ROUNDS:-50}" --minutes="${FAILURE_MINUTES:-30}" ${FAILURE_STATE:+--state="$FAILURE_STATE"}
 PYTHONPATH=library "$python" benchmarks/scale.py
 "$python" benchmarks/cache_chaos.py --rounds=200
 "$python" benchmarks/cache_scale.py

@@ -199,8 +199,11 @@ class Averages:
     def _load(self, average: Average, reader: CheckpointReader) -> None:
         """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
         shards = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+        trained = self.engine.trained_shapes()
 
-        def wanted(name: str, shape: Shape) -> FlatRange:
+        def wanted(name: str, shape: Shape) -> FlatRange | None:
+            if name in trained and name not in shards:
+                return None  # another rank's
             extent, own = shards.get(name, (Extent(shape, 0), shape))
             if extent.shape != shape:
                 raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
@@ -218,7 +221,7 @@ class Averages:
         if self.snapshots_at == step:  # the export at the end of a run may follow one of its last step
             return
         dtype = SNAPSHOT_DTYPES[self.section.snapshot_precision]
-        shapes = {name: (dtype, extent.shape) for name, _, extent in self.engine.shards()}
+        shapes = {name: (dtype, shape) for name, shape in self.engine.trained_shapes().items()}
         run = f"{identity['config_digest']} {identity['seed']}" if self.profiles else ""
 
         def store(ema: PowerEma) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from drills import hostile
+from drills import failures, hostile
 from drills.endurance import LIMITS, reading, trend
 
 STEPS = list(range(1, 5001, 4))
@@ -80,5 +80,19 @@ def test_hostile_input_that_fell_short_ends_the_drill_with_1(monkeypatch: pytest
 def test_the_nightly_script_runs_every_drill_that_asserts() -> None:
     script = (Path(__file__).parents[2] / "nightly.sh").read_text()
     assert all(
-        f"test/drills/{name}.py" in script for name in ("hostile", "endurance", "random_kills", "planted_faults")
+        f"test/drills/{name}.py" in script
+        for name in ("hostile", "endurance", "random_kills", "failures", "planted_faults")
     )
+
+
+def test_every_event_happens_at_every_moment_on_every_topology() -> None:
+    rounds = [failures.drawn_round(number, 0, []) for number in range(600)]
+    assert {(topology.name, event) for topology, event, *_ in rounds} >= {
+        (topology.name, event)
+        for topology in failures.topologies()
+        for event in failures.EVENTS
+        if topology.ranks > 1 or event != "freeze_rank"
+    }
+    assert len({(event, moment) for _, event, moment, _ in rounds}) == 5 * len(failures.EVENTS)
+    again = failures.drawn_round(17, 0, [])
+    assert again[:3] == rounds[17][:3] and again[3].random() == failures.drawn_round(17, 0, [])[3].random()

@@ -66,7 +66,6 @@ STORAGE_DTYPES = {
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
 _ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
-_STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
@@ -174,12 +173,10 @@ KEYS: tuple[Row, ...] = (
     near("disable_block_swap_for_eval", "optimization eval -", "",
         "no effect: no blocks are swapped", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
-    key("pipeline_stages", "optimization -", "?stages",
-        f"devices over which one model is cut; above 1: {_STAGES}, not built yet", "int", default=1),
-    near("partition_method", "optimization -", "",
-        f"no effect with pipeline_stages = 1: it is for {_STAGES}", "str", passes=("parameters",)),
-    near("partition_split", "optimization -", "",
-        f"no effect with pipeline_stages = 1: it is for {_STAGES}", "any", passes=([],)),
+    key("pipeline_stages", "optimization -", "training.pipeline_stages"),
+    key("pipeline_schedule", "optimization -", "training.pipeline_schedule"),
+    key("partition_method", "optimization -", "training.partition_method"),
+    key("partition_split", "optimization -", "training.partition_split"),
     # [eval]
     key("eval_datasets", "eval -", "?eval_sets",
         "sets whose loss is measured: [{name = '...', config = 'FILE.toml'}, ...]", "any"),
