@@ -92,7 +92,7 @@ class CheckpointedEngine(BaseEngine):
         for kind, tensors in copies.items():
             about = pieces_metadata({name: share.pieces[name] for name in share.pieces.keys() & tensors.keys()})
             if kind == OPTIMIZER:
-                about |= {"states": json.dumps(share.states)}
+                about |= {"states": json.dumps(dict(sorted(share.states.items())))}
             if tensors or (kind == OPTIMIZER and share.states):
                 files.append(TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", tensors, about))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)

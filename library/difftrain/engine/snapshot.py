@@ -161,7 +161,7 @@ PIECES = "pieces"  # in a file's metadata: name -> [shape of the whole tensor, o
 def pieces_metadata(pieces: Mapping[str, Extent]) -> dict[str, str]:
     """Return what a header says of the pieces in its file; nothing where every tensor is whole."""
     return (
-        {PIECES: json.dumps({name: [list(shape), offset] for name, (shape, offset) in pieces.items()})}
+        {PIECES: json.dumps({name: [list(shape), offset] for name, (shape, offset) in sorted(pieces.items())})}
         if pieces
         else {}
     )
