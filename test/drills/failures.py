@@ -27,14 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from random_kills import MOST_STARTS, power_cut
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "library"))
-from doors import DOOR, Door, family_of, losses, write_pictures
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[levels] / name) for levels, name in ((0, ""), (1, "support"), (2, "library"))
+]
+from doors import DOOR, Door, family_of, losses, write_pictures  # noqa: E402
+from random_kills import MOST_STARTS, power_cut  # noqa: E402
 
-from difftrain.engine import ENGINES
+from difftrain.engine import ENGINES  # noqa: E402
 
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
@@ -278,7 +279,8 @@ def differences(run: Path, unbroken: Path) -> list[str]:
 def drawn_round(number: int, seed: int, only: list[str]) -> tuple[Topology, str, str, random.Random]:
     """Draw a round from its number: the same again with the same seed."""
     chance = random.Random(seed * 100_003 + number)
-    topology = topologies()[number % len(topologies())]
+    fit = [topology for topology in topologies() if topology.ranks > 1 or only != ["freeze_rank"]]
+    topology = fit[number % len(fit)]
     names = [name for name in EVENTS if (not only or name in only) and (topology.ranks > 1 or name != "freeze_rank")]
     event = chance.choices(names, [OFTEN.get(name, 6) for name in names])[0]
     moment = chance.choice(["start", "caching", "step", "step", "checkpoint", "export"])
