@@ -145,7 +145,7 @@ FAULTS = (
     ),
     PlantedFault(
         "linear schedules end early",
-        "optim/schedule.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
+        "optim/schedule.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)), warmup_type)", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)), warmup_type)",
         ("unit/optim/test_schedules.py", "contracts/test_schedule.py"),
     ),
     PlantedFault(

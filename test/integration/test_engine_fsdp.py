@@ -15,12 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
-import families
-from sd3_speedups import cut
+from family_engines import EMA, FAMILIES, LR, assembled, commit, equal, family_case, weights
 
-from difftrain import checkpoint
 from difftrain.config.schema.sections import (
-    EmaSection,
     FsdpSection,
     OptimizerSection,
     TrainConfig,
@@ -30,13 +27,9 @@ from difftrain.contracts import ConfigFault
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine import make_engine
-from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, complete
+from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.engine.checkpointing import CheckpointedEngine
 from difftrain.engine.snapshot import OPTIMIZER, PIECES, WEIGHTS
-from difftrain.optim import make_optimizer, make_schedule
-from difftrain.sampling import Prompt
-from difftrain.sampling.draw import draw_pictures
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
 from difftrain.train.averages import Averages
@@ -47,7 +40,6 @@ STEPS = 10
 WORLDS = (2, 3)
 WIDEST = 4
 PIECES_OF_BATCH = {1: 4, 2: 3, 3: 2, 4: 3}
-LR = 1e-4
 PLAIN: dict[str, Any] = {"lr": LR, "terms": 2, "width": 10}  # rows that do not divide by 3 or 4
 ROUGH: dict[str, Any] = {"lr": 1e-2, "dropout": 0.2, "statistics": True, "width": 10}
 NARROW: dict[str, Any] = {"lr": LR, "width": 2}  # fewer rows than ranks: some own nothing of a weight
@@ -56,12 +48,6 @@ OPTIMIZERS = (
     "torch.optim.Adadelta", "torch.optim.Adagrad", "torch.optim.Adam", "torch.optim.Adamax", "torch.optim.NAdam",
     "torch.optim.RAdam", "torch.optim.RMSprop", "torch.optim.Rprop", "torch.optim.SGD",
 )  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "sdxl": {"train_text_encoder": True},
-    "sd3": {},
-    "flux": {},
-}
-FAMILY_STEPS = 4
 
 
 def built(
@@ -72,21 +58,7 @@ def built(
         fsdp=FsdpSection(**(fsdp or {})),
         optimizer=OptimizerSection(type=optimizer, scheduler="cosine", warmup_steps=2),
     )
-    return _assembled(cfg, ranks, TinyFamily(**options), None, [tiny_batch(range(100, 102))])
-
-
-def _assembled(cfg: TrainConfig, ranks: Ranks, family: Any, parts: Any, warm: list) -> CheckpointedEngine:
-    engine = make_engine(cfg, choose("cpu"), ranks)
-    assert not engine.faults(), engine.faults()
-    engine.build(
-        family,
-        family.load() if parts is None else parts,
-        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=ranks.size),
-        lambda made: make_schedule(cfg.optimizer, made, 2 * STEPS),
-        warm,
-    )
-    assert isinstance(engine, CheckpointedEngine)
-    return engine
+    return assembled(cfg, ranks, TinyFamily(**options), None, [tiny_batch(range(100, 102))])
 
 
 def run(engine: CheckpointedEngine, first: int, last: int, pieces: int = 1) -> list[float]:
@@ -94,26 +66,9 @@ def run(engine: CheckpointedEngine, first: int, last: int, pieces: int = 1) -> l
     return [float(engine.step(tiny_step(step, *deal), COUNTS).sums["loss"]) for step in range(first, last)]
 
 
-def weights(engine: CheckpointedEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_weights()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def off(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def commit(engine: CheckpointedEngine, parent: Path, name: str, averages: Averages | None = None) -> Path:
-    snapshot = engine.snapshot()
-
-    def write(folder: Path) -> list[Path]:
-        return [*snapshot.write(folder), *(averages.write(folder) if averages else [])]
-
-    return checkpoint.commit(parent, f"{name}-state", write, engine.ranks, {"step": engine.position})
 
 
 def held(folder: Path, kinds: tuple[str, ...] = (WEIGHTS, OPTIMIZER)) -> dict[str, torch.Tensor]:
@@ -281,9 +236,6 @@ def gradients(ranks: Ranks, out: Path) -> dict:
     return {"norm": norm, "repeats": engine.repeat(0, tiny_batch([0]), COUNTS, seen, position=0)}
 
 
-EMA = EmaSection(enable=True, decay=0.9, profiles=(0.1,))
-
-
 def averages(ranks: Ranks, out: Path) -> dict:
     """Averages are kept by shards; as checkpoint, in evaluation and exported they are those of one process."""
     engine = built(ranks, PLAIN)
@@ -343,7 +295,7 @@ def unused(ranks: Ranks) -> str:
     family = TinyFamily()
     parts = family.load()
     parts.root.extra = torch.nn.Linear(2, 2)
-    engine = _assembled(
+    engine = assembled(
         TrainConfig(training=TrainingSection(seed=3, engine="fsdp")), ranks, family, parts, [tiny_batch(range(2))]
     )
     try:
@@ -351,64 +303,6 @@ def unused(ranks: Ranks) -> str:
     except ConfigFault as fault:
         return str(fault)
     return ""
-
-
-def family_engine(ranks: Ranks, name: str, way: str, precision: str) -> CheckpointedEngine:
-    sections = {
-        "training": {"engine": way, "mixed_precision": precision, "gradient_checkpointing": name == "sd3"},
-        "optimizer": {"learning_rate": LR},
-    }
-    cfg = families.config(name, sections, **FAMILIES[name])
-    family = families.made(cfg)
-    parts = family.load()
-    families.trained_once(families.Tiny(family, parts, None))
-    batch = families.batch_of(family, families.bucket_of(name), CAPTIONS, parts=parts)
-    return _assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank, ranks.size)])
-
-
-CAPTIONS = ("a red cat on a table", "two dogs", "a ship", "snow on a hill")
-
-
-def family_run(engine: CheckpointedEngine, first: int, last: int, mean: Averages | None = None) -> list[float]:
-    found = []
-    for step in range(first, last):
-        family: Any = engine.family
-        batch = families.batch_of(family, families.bucket_of(family.name), CAPTIONS, seed=step, parts=engine.parts)
-        mine = cut(batch, engine.dp_rank, engine.dp_size)
-        found.append(float(engine.step([mine], {"samples": float(len(CAPTIONS))}).sums["loss"]))
-        if mean is not None:
-            mean.update(step)
-    return found
-
-
-def family_case(ranks: Ranks, out: Path, name: str) -> dict:
-    """Train, keep an average, draw, export; go on from a checkpoint; and in bf16."""
-    way = "native" if ranks.size == 1 else "fsdp"
-    found: dict[str, Any] = {"bf16": family_run(family_engine(ranks, name, way, "bf16"), 0, FAMILY_STEPS)}
-    engine = family_engine(ranks, name, way, "no")
-    mean = Averages(EMA, engine)
-    drawer, prompt = engine.family.drawer(engine.parts), Prompt("a cat", width=64, height=64, sample_steps=2, seed=5)
-    sampler = "flow_euler" if name != "sdxl" else "ddim"
-
-    def drawn() -> torch.Tensor:
-        with mean.averaged(), engine.drawing():
-            (picture,) = draw_pictures(drawer, [prompt], sampler=sampler, seed=1)
-        return torch.tensor(list(picture.image.getdata()), dtype=torch.float32)
-
-    pictures = {"first": drawn()}
-    found["losses"] = family_run(engine, 0, FAMILY_STEPS // 2, mean)
-    path = commit(engine, out, f"family-{name}", mean)
-    found["losses"] += family_run(engine, FAMILY_STEPS // 2, FAMILY_STEPS, mean)
-    resumed = family_engine(ranks, name, way, "no")
-    resumed.restore(path)
-    again = family_run(resumed, FAMILY_STEPS // 2, FAMILY_STEPS)
-    pictures["last"] = drawn()
-    found["same"] = again == found["losses"][2:] and equal(weights(resumed), weights(engine))
-    exports = {"trained": weights(engine), "ema": dict(engine.full_weights(mean.ema.weights))}
-    if ranks.is_logger:
-        for kind, tensors in {**exports, "pictures": pictures}.items():
-            save_file(tensors, out / f"family-{name}-{kind}.safetensors")
-    return found
 
 
 # ---------------------------------------------------------------- what is expected
@@ -623,34 +517,3 @@ def test_families_train_average_draw_and_export_as_on_one_process(
     for kind, most in (("trained", LR), ("ema", LR / 2), ("pictures", 2.0)):
         one, other = (load_file(out / f"family-{name}-{kind}.safetensors") for out in (folder, alone["out"]))
         assert off(one, other) <= most, kind
-
-
-# ---------------------------------------------------------------- files with pieces
-
-
-def test_a_reader_joins_pieces_of_any_layout_and_reads_ranges_alone(tmp_path: Path) -> None:
-    whole = torch.arange(24.0).view(6, 4)
-    about = {PIECES: json.dumps({"w": [[6, 4], 0]})}
-    save_file({"w": whole.reshape(-1)[:7].clone(), "b": torch.ones(3)}, tmp_path / "weights-00000.safetensors", about)
-    save_file(
-        {"w": whole.reshape(-1)[7:].clone()},
-        tmp_path / "weights-00001.safetensors",
-        {PIECES: json.dumps({"w": [[6, 4], 7]})},
-    )
-    reader = CheckpointReader(tmp_path, WEIGHTS, Ranks())
-    assert reader.shapes == {"b": (3,), "w": (6, 4)}
-    assert torch.equal(dict(reader.ranges(complete))["w"], whole)
-    for begin, end in ((0, 2), (1, 3), (4, 6), (6, 6)):
-        wanted = FlatRange(4 * begin, (end - begin, 4))
-        (got,) = dict(reader.ranges(lambda name, shape, it=wanted: it if name == "w" else None)).values()
-        assert torch.equal(got, whole[begin:end])
-
-
-@pytest.mark.parametrize("fault", ["missing", "twice", "shape"])
-def test_pieces_that_do_not_make_a_whole_are_refused(tmp_path: Path, fault: str) -> None:
-    about = {"missing": [[4], 2], "twice": [[4], 0], "shape": [[5], 1]}[fault]
-    save_file({"w": torch.ones(1)}, tmp_path / "weights-00000.safetensors", {PIECES: json.dumps({"w": [[4], 0]})})
-    save_file({"w": torch.ones(2)}, tmp_path / "weights-00001.safetensors", {PIECES: json.dumps({"w": about})})
-    with pytest.raises(ConfigFault) as caught:
-        CheckpointReader(tmp_path, WEIGHTS, Ranks())
-    assert "w" in str(caught.value) and str(tmp_path) in str(caught.value)

@@ -78,6 +78,7 @@ def place(rank: int, port: int) -> dict[str, str]:
     return {"RANK": me, "LOCAL_RANK": me, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **there}
 
 
+@pytest.mark.nightly  # on CPUs: test/integration/test_distributed_ranks.py
 def test_a_rank_that_is_killed_ends_the_others_with_a_sentence(door: Door, tmp_path: Path) -> None:
     """Without torchrun, which would end them itself."""
     out = tmp_path / "out"

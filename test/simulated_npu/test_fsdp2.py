@@ -136,6 +136,7 @@ def test_two_devices_learn_what_one_does_with_half_the_memory(alone: dict, tmp_p
     assert sum(each["rows"] for each in two) == alone["rows"]
 
 
+@pytest.mark.flags("fsdp_cpu_offload")
 def test_weights_that_wait_on_the_host_give_the_same(alone: dict, tmp_path: Path):
     two = trained(2, tmp_path / "two", "fsdp", "no", "offload")
     for each in two:

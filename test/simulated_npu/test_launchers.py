@@ -1,4 +1,4 @@
-"""The launchers, unmodified, on simulated devices: one card, several, two machines; kills, and too few cards."""
+"""The launchers, unmodified, on simulated devices: one card, several; kills, and too few cards."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def test_one_card_in_fp16_is_killed_and_goes_on(launchers: Launchers, tmp_path: 
     assert (output / "last.safetensors").exists() and not launchers.moved_aside(1)
 
 
-def test_four_cards_in_fp16(launchers: Launchers) -> None:
-    done = launchers.real("1m_8p", "--nproc_per_node=4", "--max_train_steps=2", "--batch_size=1", "--device_id=3",
-                          SIMULATED_NPU_DEVICES="4")  # fmt: skip
-    shown(done, report(launchers.output(3)), 4, "fp16")
-    assert "4 processes on npu (4 found)" in done.text
-    assert report(launchers.output(3))["global_batch"] == 4
+@pytest.mark.parametrize("cards", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_several_cards_in_fp16(launchers: Launchers, cards: int) -> None:
+    done = launchers.real("1m_8p", f"--nproc_per_node={cards}", "--max_train_steps=2", "--batch_size=1", "--device_id=3",
+                          SIMULATED_NPU_DEVICES=str(cards))  # fmt: skip
+    shown(done, report(launchers.output(3)), cards, "fp16")
+    assert f"{cards} processes on npu ({cards} found)" in done.text
+    assert report(launchers.output(3))["global_batch"] == cards
 
 
+@pytest.mark.nightly  # two launchers on CPUs: test/launchers
 def test_two_machines_of_one_card_each(launchers: Launchers) -> None:
     """Two launchers on the loopback; each sees another card, as ASCEND_RT_VISIBLE_DEVICES says."""
     with socket.socket() as probe:

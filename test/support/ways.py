@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from difftrain import checkpoint
 from difftrain.config.schema.sections import (
     DeepSpeedSection,
+    FsdpSection,
     OptimizerSection,
     SaveSection,
     TrainConfig,
@@ -28,15 +29,21 @@ from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 GLOBAL_BATCH = 12  # on 2 and 3 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}
 STEPS = 20
+_ENGINES = {"native": "native", "oss": "native", "fsdp": "fsdp"}
 
 
-def config(way: str, save: dict | None = None, zero: dict | None = None, **training) -> TrainConfig:
-    """Return the configuration of a way: native, ddp, sharded (fairscale's) or zeroN."""
+def config(
+    way: str, save: dict | None = None, zero: dict | None = None, fsdp: dict | None = None, **training
+) -> TrainConfig:
+    """Return the configuration of a way: native, oss (torch's), ddp, sharded (fairscale's), zeroN or fsdp."""
     deepspeed = DeepSpeedSection(enable=True, zero_stage=int(way[4:]), **(zero or {})) if way[:4] == "zero" else None
     return TrainConfig(
-        training=TrainingSection(seed=3, engine="native" if way == "native" else "accelerate", **training),
-        optimizer=OptimizerSection(type="oss" if way == "sharded" else "AdamW", scheduler="cosine", warmup_steps=2),
+        training=TrainingSection(seed=3, engine=_ENGINES.get(way, "accelerate"), **training),
+        optimizer=OptimizerSection(
+            type="oss" if way in ("sharded", "oss") else "AdamW", scheduler="cosine", warmup_steps=2
+        ),
         deepspeed=deepspeed or DeepSpeedSection(),
+        fsdp=FsdpSection(**(fsdp or {})),
         save=SaveSection(**(save or {})),
     )
 

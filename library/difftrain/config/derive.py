@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from difftrain.config import deepspeed_json
 from difftrain.config.constructors import optimizer_takes, wrong_argument
 from difftrain.config.layers import Layer, judged, keys_of
 from difftrain.config.paths import toml_entry_point
@@ -77,6 +78,11 @@ def _text_encoders(layers: Sequence[Layer], preset: Mapping[str, Any]) -> None:
                 what = f"{row.title} has {len(fields) or 'no'} text encoder{'s' if fields else ''} of this kind"
                 remedy = f"text_encoders = [{{type = ..., path = ...}}], types {', '.join(row.encoders)}"
                 layer.faults.append(Fault(origin, what, remedy))
+
+
+def _deepspeed(out: Resolution, layers: Sequence[Layer]) -> None:
+    """What DeepSpeed's JSON says, before anything is derived from it."""
+    deepspeed_json.apply(out)
 
 
 def _warnings(out: Resolution, layers: Sequence[Layer]) -> None:
@@ -298,6 +304,7 @@ def _caches(out: Resolution, layers: Sequence[Layer]) -> None:
 
 
 _STEPS = (
+    _deepspeed,
     _warnings,
     _length,
     _batches,

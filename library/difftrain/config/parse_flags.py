@@ -6,12 +6,13 @@ Precedence: field default < --config TOML < what stands between < --config_file 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import arguments_file, toml
+from difftrain.config import accelerate_environment, arguments_file, deepspeed_json, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer, judged
@@ -175,7 +176,9 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
     extra_rules: what only the rooms above know, such as the kinds of devices.
     Raises: ConfigFault with every fault of flags, TOML file and their combination.
     """
-    return resolve(argv, FLAGS, (*RULES, *extra_rules))
+    with speaking("kohya"):
+        launcher = accelerate_environment.fsdp_layer(os.environ)
+        return resolve_flags(argv, FLAGS, (*RULES, *extra_rules), _KOHYA, [launcher])
 
 
 def resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
@@ -200,6 +203,10 @@ def resolve_flags(
     for name, texts in line.words.items():
         take_flag(flags, table[name], texts, table[name].option)
 
+    words = {**written, **line.words}
+    if "deepspeed_config" in words:
+        flags.set(deepspeed_json.PATH, words["deepspeed_config"][-1], table["deepspeed_config"].option)
+
     # --- one configuration
     out = resolve_layers([file, *between, arguments, flags], door)
     setters = arguments.values.keys() | flags.values.keys()
@@ -214,7 +221,6 @@ def resolve_flags(
     faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted, passed_over)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
-    words = {**written, **line.words}
     cfg = without(cfg, passed_over or ())
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
     explicit = explicit_fields(cfg, out.origins, noted)
@@ -233,8 +239,9 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
     return {path: value for path, value in row.defaults.items() if path.startswith(own)} | _AS_KOHYA
 
 
-def _epoch_batches(out: Resolution, layers: Sequence[Layer]) -> None:
-    """Epochs are kohya's, unless somebody says otherwise, or tars are read in sequence, which takes whole batches."""
+def _together(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Take DeepSpeed's JSON; epochs are kohya's, unless somebody says otherwise, or tars are read in sequence."""
+    deepspeed_json.apply(out)
     sequential = out.values.get("data.tar_order") == "sequential"
     out.values.setdefault("data.epoch_batches", "whole" if sequential else "every")
 
@@ -244,7 +251,7 @@ def _help(path: str) -> str:
     return meaning(flag) if flag and not choices_of(path) else ""
 
 
-_KOHYA = Door(together=_epoch_batches, defaults=_family_defaults, remedy=_help, passes_over=True)
+_KOHYA = Door(together=_together, defaults=_family_defaults, remedy=_help, passes_over=True)
 
 
 def without(cfg: TrainConfig, fields: Iterable[str]) -> TrainConfig:

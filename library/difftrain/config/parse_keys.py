@@ -6,12 +6,13 @@ Precedence: field default < family default < TOML < command line.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import launch_options, layers
+from difftrain.config import accelerate_environment, launch_options, layers
 from difftrain.config.datasets import diffusion_pipe
 from difftrain.config.datasets.datasets import Resolved, applied
 from difftrain.config.derive import train_door
@@ -32,7 +33,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
-from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
+from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, SHORT, TABLES
 from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.spelling import meaning, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
@@ -180,8 +181,8 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
         line.faults.append(Fault("--config", "is missing", f"give a TOML file, such as one of {recipes_named()}"))
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
-    launch_options.deepspeed(bare, line, {**file.values, **line.values})
-    out = resolve_layers([file, line], train_door(preset))
+    launcher = accelerate_environment.fsdp_layer(os.environ)
+    out = resolve_layers([file, launcher, line], train_door(preset))
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
             out.fault(path, "contradicts --dump_dataset, which writes the dataset out and stops", "give one of them")
@@ -226,18 +227,19 @@ def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
         takes = OPTIONS[name].takes if name in OPTIONS else "VALUE" if "." in name else ""
         if not equals and takes and at < len(argv) and not argv[at].startswith("--"):
             text, equals, at = argv[at], "=", at + 1
+        spelt, name = f"--{name}", SHORT.get(name, name)
         if name in OPTIONS:
             _option(name, text if equals else None, bare, line)
         elif "." not in name.strip("."):
-            line.faults.append(Fault(f"--{name}", "no such option", _guess(name)))
+            line.faults.append(Fault(spelt, "no such option", _guess(name)))
         elif not equals:
-            line.faults.append(Fault(f"--{name}", "its value is missing", "--section.key value"))
+            line.faults.append(Fault(spelt, "its value is missing", "--section.key value"))
         else:
             table, _, key = name.rpartition(".")
             if name in items and items[name].text != text:
                 shown_value = REDACTED if is_secret(f"--{name}") else repr(text)
-                line.notes.append(f"--{name} is given twice: the last one counts, {shown_value}")
-            items[name] = KeyValue(table, key, literal(text), f"--{name}", None, text)
+                line.notes.append(f"{spelt} is given twice: the last one counts, {shown_value}")
+            items[name] = KeyValue(table, key, literal(text), spelt, None, text)
     return bare, list(items.values())
 
 
@@ -247,6 +249,8 @@ def _option(name: str, text: str | None, bare: dict[str, str], line: Layer) -> N
         line.faults.append(Fault(f"--{name}", f"takes no value, got {text!r}", "give it alone, or leave it out"))
     elif not text and option.takes and not option.takes.startswith("["):
         line.faults.append(Fault(f"--{name}", "its value is missing", meaning(option, "train")))
+    elif option.to.startswith("?"):
+        line.set(option.to, text or True, f"--{name}")
     elif option.to:
         value = True if not option.takes else text or LATEST
         line.put(option.to, value, KeyValue("", name, value, f"--{name}"))

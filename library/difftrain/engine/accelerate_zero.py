@@ -23,7 +23,8 @@ from difftrain.engine.accelerate import (
     without_launcher_env,
 )
 from difftrain.engine.accelerate_zero_state import LossScale, ZeroMasterWeights, ZeroState
-from difftrain.engine.base import MakeOptimizer, as_evaluated
+from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.ddp import as_evaluated
 from difftrain.engine.master_weights import DTYPES, MasterWeights
 from difftrain.engine.optimizer_state import NamedState
 from difftrain.engine.update import Update, Updated

@@ -8,7 +8,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,6 @@ from difftrain.contracts import (
     Extent,
     Family,
     Fault,
-    FeatureSpec,
     Group,
     Inputs,
     Parts,
@@ -58,8 +56,7 @@ class BaseEngine:
     replaces MasterWeights, Update and NamedState.
     """
 
-    name = ""
-    all_forward = False
+    name, all_forward = "", False
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
@@ -400,12 +397,6 @@ class BaseEngine:
             yield name, value.detach().to("cpu")
 
 
-def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
-    """Return a batch of training as one of evaluation: without what makes a forward go another way in training."""
-    draws = {name: value for name, value in batch.draws.items() if not features.draws[name].trains}
-    return replace(batch, draws=draws, step=None)
-
-
 # --- Regional compile: block by block, in place, so that names stay and a block's code is shared by its like
 
 
@@ -447,7 +438,8 @@ def compile_blocks(
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VERSIONS)
     for block in blocks:
         block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
-    kinds = len({_kind(block) for block in blocks})
+    # blocks of a class whose parameters have the same shapes share their code
+    kinds = len({(type(block), *(tuple(param.shape) for param in block.parameters())) for block in blocks})
     graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
     if spares:
         graphs = f"up to {2 * kinds} graphs (some blocks see fewer tokens)"
@@ -456,8 +448,3 @@ def compile_blocks(
         f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "
         f"{device.compile_cost(section.compile_backend)}"
     )
-
-
-def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Blocks of a class whose parameters have the same shapes share their code."""
-    return (type(block), *(tuple(param.shape) for param in block.parameters()))

@@ -48,7 +48,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class RankShare:
+class CheckpointShare:
     """What one rank writes into a checkpoint, not copied yet. pieces: names of both that are pieces, and where each lies.
 
     states: of parameters by name, as JSON, whose tensors are in `state_tensors`.
@@ -86,7 +86,7 @@ class CheckpointedEngine(BaseEngine):
         # --- as files
         files = []
         for kind, tensors in copies.items():
-            about = pieces_metadata({name: place for name, place in share.pieces.items() if name in tensors})
+            about = pieces_metadata({name: share.pieces[name] for name in share.pieces.keys() & tensors.keys()})
             if kind == OPTIMIZER:
                 about |= {"states": json.dumps(share.states)}
             if tensors or (kind == OPTIMIZER and share.states):
@@ -97,7 +97,7 @@ class CheckpointedEngine(BaseEngine):
         copies = self._buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors)
         return {name.removeprefix(f"{kind} "): tensor for name, tensor in copies.items()}
 
-    def _share(self) -> RankShare:
+    def _share(self) -> CheckpointShare:
         """Choose what this rank writes. Weights and whole state are shared out over the first machine's ranks."""
         weights = self._own_state()
         sharded = inner(self.optimizer) is not self.optimizer
@@ -111,7 +111,7 @@ class CheckpointedEngine(BaseEngine):
             names |= weights.keys() - self._parameters
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
-        return RankShare(self._master_weights.chosen(names, weights), states, kept)
+        return CheckpointShare(self._master_weights.chosen(names, weights), states, kept)
 
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
@@ -152,7 +152,7 @@ class CheckpointedEngine(BaseEngine):
         check_compatibility(path, about, weights, needed, shapes, self._trained, self._state.kind)
 
         # --- weights, then the optimizer's state and groups
-        for name, tensor in weights.ranges(self._master_weights.held):
+        for name, tensor in weights.ranges(self._master_weights.range_of):
             self._master_weights.take(name, tensor, own[name])
         self._master_weights.taken()
         fp8.refresh(self.root)
@@ -176,7 +176,7 @@ class CheckpointedEngine(BaseEngine):
                 return FlatRange(0, shape)
             if name not in owned:
                 return None
-            return self._master_weights.held(name, shape) if shape == shapes[name] else FlatRange(0, shape)
+            return self._master_weights.range_of(name, shape) if shape == shapes[name] else FlatRange(0, shape)
 
         return stored.ranges(wanted)
 

@@ -5,6 +5,7 @@ import atexit
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from difftrain.contracts import Batch
+from difftrain.contracts import Batch, FeatureSpec
 from difftrain.device import fp8, patches
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ def kept_buffers(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
+
+
+def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
+    """Return a batch of training as one of evaluation: without what makes a forward go another way in training."""
+    draws = {name: value for name, value in batch.draws.items() if not features.draws[name].trains}
+    return replace(batch, draws=draws, step=None)
 
 
 def one_process_group(device: "Device") -> None:

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Extent, Group, Stats, TensorFile
 from difftrain.engine import ddp
-from difftrain.engine.base import MakeOptimizer, as_evaluated
-from difftrain.engine.checkpointing import CheckpointedEngine, RankShare
+from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.checkpointing import CheckpointedEngine, CheckpointShare
 from difftrain.engine.master_weights import DTYPES, MasterWeights
 from difftrain.engine.sharded_weights import ParameterShard, ShardedWeights, ShardGroup, local
 from difftrain.engine.snapshot import pieces_metadata
@@ -36,8 +36,7 @@ _REPLICATE, _SHARD = "replicate", "shard"
 class FsdpEngine(CheckpointedEngine):
     """Shard over all ranks, or over groups of them that each hold one copy of the model (hybrid)."""
 
-    name = "fsdp"
-    all_forward = True
+    name, all_forward = "fsdp", True
 
     # ------------------------------------------------------------------ building
 
@@ -125,7 +124,7 @@ class FsdpEngine(CheckpointedEngine):
         return self._sharded
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
-        self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
+        self._spare = [ddp.as_evaluated(batch, self.family.features) for batch in warm]
         if self._group.size == 1:
             self.parts.notes.append("fsdp: one process holds all of the model, nothing is sharded")
         return self._optimizer_for(groups, make_optimizer)
@@ -164,7 +163,7 @@ class FsdpEngine(CheckpointedEngine):
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients whole, one at a time; every rank takes all."""
         self._sharded.take_gradients()
-        return ((name, self._shards[name].whole(gradient)) for name, gradient in super()._gradients())
+        return ((name, self._shards[name].full_tensor(gradient)) for name, gradient in super()._gradients())
 
     def repeat(self, *args: Any, **options: Any) -> bool:
         """Repeat nothing: a forward takes all ranks."""
@@ -219,11 +218,11 @@ class FsdpEngine(CheckpointedEngine):
         for name, tensor in weights.items():
             rows = (source or {}).get(name)
             rows = local(tensor) if rows is None else rows
-            yield name, (self._shards[name].whole(rows) if name in self._shards else rows).to("cpu")
+            yield name, (self._shards[name].full_tensor(rows) if name in self._shards else rows).to("cpu")
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _share(self) -> RankShare:
+    def _share(self) -> CheckpointShare:
         """Choose this rank's rows of everything: nothing is gathered."""
         own = self._own_state()
         weights = {name: local(tensor) for name, tensor in own.items() if name in self._shards}
@@ -244,7 +243,7 @@ class FsdpEngine(CheckpointedEngine):
             elif shard.leads:
                 kept[key] = tensor
         led = {name: state for name, state in states.items() if self._shards[name].leads}
-        return RankShare(rows.items(), led, kept, pieces)
+        return CheckpointShare(rows.items(), led, kept, pieces)
 
     def _rows(
         self, tensors: Mapping[str, Tensor], shard: ParameterShard | None = None

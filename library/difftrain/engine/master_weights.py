@@ -137,7 +137,7 @@ class MasterWeights:
         """Return the largest magnitude of each weight, on the device."""
         return largest_of(self.weights)
 
-    def share_overflow(self, found: Sequence[Tensor]) -> None:
+    def share_overflow(self, infinities: Sequence[Tensor]) -> None:
         """Let all ranks know what a loss scaler found: they have the same gradients, so each has found it."""
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -193,7 +193,7 @@ class MasterWeights:
         """Return the shapes of the model's weights."""
         return {name: tuple(tensor.shape) for name, tensor in model.items()}
 
-    def held(self, name: str, shape: Shape) -> FlatRange:
+    def range_of(self, name: str, shape: Shape) -> FlatRange:
         """Return which elements of a weight this rank holds: all of them."""
         return FlatRange(0, shape)
 

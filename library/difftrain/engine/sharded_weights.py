@@ -84,7 +84,7 @@ class ParameterShard:
         """Tell whether the rows are all there are."""
         return self.local_shape == self.shape
 
-    def whole(self, rows: Tensor) -> Tensor:
+    def full_tensor(self, rows: Tensor) -> Tensor:
         """Put every rank's rows together, on the device. Collective. Shapes: local_shape -> shape."""
         own = rows.new_zeros((self._rows, *self.shape[1:]), device=self._group.device)
         own[: len(rows)] = rows
@@ -171,14 +171,14 @@ class ShardedWeights(MasterWeights):
         values = torch.stack([own.get(name, zero) for name in names])
         return dict(zip(names, self._group.all_reduce(values, dist.ReduceOp.MAX)))
 
-    def share_overflow(self, found: Sequence[Tensor]) -> None:
+    def share_overflow(self, infinities: Sequence[Tensor]) -> None:
         """Let all ranks know of an infinity in one rank's rows, so that their loss scales stay one."""
-        for value in found:
+        for value in infinities:
             value.copy_(self._group.all_reduce(value, dist.ReduceOp.MAX))
 
     # ------------------------------------------------------------------ weights of the whole model, also frozen ones
 
-    def held(self, name: str, shape: Shape) -> FlatRange:
+    def range_of(self, name: str, shape: Shape) -> FlatRange:
         """Return which elements of a weight this rank holds."""
         return self._shards[name].range if name in self._shards else FlatRange(0, shape)
 

@@ -65,8 +65,8 @@ class AfterBackward:
         master_weights, scaler = self._master_weights, self._scaler
         gradients, total = master_weights.gradients(), loss()  # every rank takes part in the loss
         # a finite loss adds 0; any other makes the norm non-finite, and no host had to look
-        for gradient in [each for each in gradients if each.numel()][:1]:  # sharded ones may all be elsewhere
-            _poison(gradient, total)
+        if filled := [gradient for gradient in gradients if gradient.numel()]:  # sharded ones may all be elsewhere
+            _poison(filled[0], total)
         # the scaler finds gradients through groups: of half weights they are not the optimizer's own
         seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:

@@ -63,11 +63,11 @@ def _cut(group: Group) -> Iterator[dict[str, Any]]:
 
 
 class MatrixShard(Protocol):
-    """Rows of a matrix that other ranks hold the rest of. whole is collective."""
+    """Rows of a matrix that other ranks hold the rest of. full_tensor is collective."""
 
     shape: tuple[int, ...]
 
-    def whole(self, rows: Tensor) -> Tensor: ...
+    def full_tensor(self, rows: Tensor) -> Tensor: ...
     def cut(self, tensor: Tensor) -> Tensor: ...
 
 
@@ -165,7 +165,7 @@ class Muon(Optimizer):
         if shard is None:
             direction = orthogonalised(ahead, group["ns_steps"])
         else:  # rows alone are another matrix: every rank makes the same of the whole one, and keeps its rows
-            direction = shard.cut(orthogonalised(shard.whole(ahead), group["ns_steps"])).to(weight.device)
+            direction = shard.cut(orthogonalised(shard.full_tensor(ahead), group["ns_steps"])).to(weight.device)
         size = rate * _size(weight.shape if shard is None else shard.shape, group["adjust_lr"])
         if skipped is None:
             weight.mul_(1 - decay).add_(direction, alpha=-size)

@@ -93,8 +93,12 @@ def half_wave(p: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * p))
 
 
-def _warmed(w: int, after: Factor) -> Factor:
-    """Rise in a line from 0 to 1 over w updates, then do as `after` says."""
+def _warmed(w: int, after: Factor, warmup_type: str = "linear") -> Factor:
+    """Rise from 0 to 1 over w updates, in a line or as DeepSpeed's ln(s + 1) / ln(w), then do as `after` says."""
+    if warmup_type not in ("linear", "log"):
+        raise ConfigFault([Fault(option(_ARGS), f"warmup_type={warmup_type!r}", "linear or log")])
+    if warmup_type == "log":
+        return lambda s: math.log(s + 1) / math.log(max(2, w)) if s < w else after(s)
     return lambda s: s / w if s < w else after(s)
 
 
@@ -107,14 +111,14 @@ def constant() -> Factor:
     return lambda s: 1.0
 
 
-def constant_with_warmup(w: int) -> Factor:
+def constant_with_warmup(w: int, *, warmup_type: str = "linear") -> Factor:
     """Rise, then keep the rate."""
-    return _warmed(w, lambda s: 1.0)
+    return _warmed(w, lambda s: 1.0, warmup_type)
 
 
-def linear(w: int, n: int) -> Factor:
+def linear(w: int, n: int, *, warmup_type: str = "linear") -> Factor:
     """Rise, then fall to 0 in a line."""
-    return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))
+    return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)), warmup_type)
 
 
 def cosine(w: int, n: int, *, num_cycles: float = 0.5) -> Factor:
@@ -133,14 +137,21 @@ def cosine_with_restarts(w: int, n: int, cycles: int) -> Factor:
 
 
 def cosine_with_min_lr(
-    w: int, n: int, lr: float, floor: float | None, cycles: int, *, min_lr: float | None = None
+    w: int,
+    n: int,
+    lr: float,
+    floor: float | None,
+    cycles: int,
+    *,
+    min_lr: float | None = None,
+    warmup_type: str = "linear",
 ) -> Factor:
     """Rise, then fall along a cosine to `floor`, a share of the rate, or to the rate min_lr."""
     if floor is None and min_lr is None:
         need = f"needs {option('optimizer.min_lr_ratio')}, or min_lr in {option('optimizer.scheduler_args')}"
         raise ConfigFault([Fault(f"{option('optimizer.scheduler')} cosine_with_min_lr", need, "for example 0.1")])
     low = min_lr / lr if min_lr is not None else float(floor or 0.0)
-    return _warmed(w, lambda s: half_wave(cycles * _progress(s, w, n)) * (1.0 - low) + low)
+    return _warmed(w, lambda s: half_wave(cycles * _progress(s, w, n)) * (1.0 - low) + low, warmup_type)
 
 
 def polynomial(w: int, n: int, lr: float, power: float, *, lr_end: float = 1e-7) -> Factor:

@@ -185,10 +185,10 @@ class Averages:
 
     def _load(self, average: Average, reader: CheckpointReader) -> None:
         """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
-        held = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+        shards = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
 
         def wanted(name: str, shape: Shape) -> FlatRange:
-            extent, own = held.get(name, (Extent(shape, 0), shape))
+            extent, own = shards.get(name, (Extent(shape, 0), shape))
             if extent.shape != shape:
                 raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
             return FlatRange(extent.offset, own)

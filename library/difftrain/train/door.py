@@ -31,6 +31,7 @@ def look(parsed: Parsed) -> int:
                 lambda text: print(text, flush=True),
                 parsed.coming,
                 full=parsed.bare["dry_run"] == "full",
+                for_ranks=parsed.bare.get("dry_run_ranks", ""),
                 progress=_heard,
             )
         if parsed.coming:  # the rest looks at what is not made yet

@@ -30,7 +30,8 @@ FROZEN_OURS = {
     "image_decoder", "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
     "trust_cache", "regenerate_cache", "cache_latents_as", "cache_latents_dtype", "cache_text_dtype", "cache_dtypes",
     "cache_shuffle_num", "cache_preload", "cache_batch_size", "cache_workers", "cache_segment_gib", "cache_copy_gib",
-    "trace", "webhook_url", "mask_mean", "preempt_file",
+    "trace", "webhook_url", "mask_mean", "deepspeed_config", "dry_run_ranks",
+    "preempt_file",
     "shard", "shard_size", "fsdp_reshard_after_forward", "fsdp_reduce", "fsdp_cpu_offload",
 }  # fmt: skip
 FROZEN_LATER = {
@@ -105,6 +106,8 @@ def test_a_flag_without_a_field_is_one_that_acts_by_itself() -> None:
         "huggingface_token",
         "wandb_api_key",
         "webhook_url",
+        "deepspeed_config",
+        "dry_run_ranks",
     }
 
 

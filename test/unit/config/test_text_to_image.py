@@ -38,7 +38,7 @@ THEIRS: dict[str, Any] = {
     "noise_offset": 0, "validation_epochs": 5, "tracker_project_name": "text2image-fine-tune",
 }  # fmt: skip
 FROZEN_OURS = {
-    "config", "dry_run", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "shard", "shard_size", "threads",
+    "config", "dry_run", "dry_run_ranks", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "shard", "shard_size", "threads",
     "performance", "log_every", "timed_step", "loss_target", "ddp_timeout", "webhook_url",
     "trace", "preempt_file",
 }  # fmt: skip
@@ -272,7 +272,6 @@ def test_a_flag_wins_over_accelerates_variable(line: Line, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "name",
     [
-        "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_DEEPSPEED",
         "ACCELERATE_USE_MEGATRON_LM",
         "ACCELERATE_USE_PARALLELISM_CONFIG",

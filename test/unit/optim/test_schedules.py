@@ -14,7 +14,7 @@ from transformers import optimization as oracle
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault
 from difftrain.optim import make_schedule
-from difftrain.optim.schedule import SCHEDULES, updates
+from difftrain.optim.schedule import SCHEDULES, factor_of, updates
 
 KOHYA = json.loads((Path(__file__).parents[1] / "files" / "kohya_schedules.json").read_text())["schedules"]
 FIELDS = {
@@ -179,3 +179,25 @@ def test_faults_say_what_would_be_right(fields: dict[str, Any], told: str) -> No
     with pytest.raises(ConfigFault) as caught:
         make_schedule(section, _optimizer(1e-4), 20)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["linear", "log"])
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_warm_up_of_deepspeeds_is_its_own(name: str, kind: str) -> None:
+    """The shares of the rate that DeepSpeed's class gives, update by update; its cosine is one update ahead."""
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    from difftrain.config.spellings.deepspeed import NAMED
+
+    warm_up, total = 7, 23
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    settings = {} if name == "WarmupLR" else {"total_num_steps": total}
+    settings |= {"cos_min_ratio": 0.25} if name == "WarmupCosineLR" else {"warmup_max_lr": 0.5}
+    theirs = getattr(schedules, name)(optimizer, warmup_num_steps=warm_up, warmup_type=kind, **settings)
+    section = OptimizerSection(
+        scheduler=NAMED[name], warmup_steps=warm_up, min_lr_ratio=0.25, scheduler_args=(f"warmup_type='{kind}'",)
+    )
+    factor = factor_of(section, total)
+    for step in range(total):
+        theirs.step()  # its first step is update 0
+        ahead = int(name == "WarmupCosineLR" and step >= warm_up)
+        assert theirs.get_last_lr()[0] / 0.5 == pytest.approx(factor(step + ahead), abs=1e-12), step

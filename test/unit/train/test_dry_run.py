@@ -249,3 +249,61 @@ def test_caches_are_counted_and_what_they_replace_leaves_the_card(line: list[str
     for encoder in ("text_encoder_1", "text_encoder_2"):  # a caption each, and the empty one
         assert re.search(rf"{encoder}: 11 .*{sizes.format('hidden_[12] .*')}.*disk", text)
     assert "frozen weights 0 GiB" in text and "frozen weights 0 GiB" not in described(line)
+
+
+@pytest.mark.flags("dry_run_ranks")
+def test_scaling_is_said_for_any_number_of_ranks(line: list[str]) -> None:
+    said: list[str] = []
+    dry_run(parse([*line, "--gradient_accumulation_steps=3"]).config, said.append, for_ranks="8,1024")
+    lines = [each for each in said if each.startswith("scaling")]
+    assert [each.split(":")[1].strip() for each in lines[:3]] == ["1 rank", "8 ranks", "1,024 ranks"]
+    model = sum(p.numel() for p in make_family(parse(line).config).load(meta=True).root.unet.parameters())
+    sent = {1: 0.0, 8: 2 * 7 / 8 * 4 * model, 1024: 2 * 1023 / 1024 * 4 * model}
+    for text, (count, size) in zip(lines, sent.items(), strict=False):
+        assert names(text, f"{2 * 3 * count:,}")
+        if size:
+            assert names(text, f"sends {footprint.gib_text(size)}", f"all-reduce {footprint.gib_text(size)}")
+    assert names(lines[3], "TFLOP/s", "8 devices", "20 GB/s")
+
+
+@pytest.mark.parametrize("counts", ["eight", "8,-1", "8;64", "0"])
+def test_numbers_of_ranks_that_make_no_sense(line: list[str], counts: str) -> None:
+    with pytest.raises(ConfigFault) as caught:
+        dry_run(parse(line).config, lambda text: None, for_ranks=counts)
+    (fault,) = caught.value.faults
+    assert fault.where == "--dry_run_ranks" and names(fault.what, repr(counts))
+
+
+def test_one_rank_says_nothing_of_scaling_unless_asked(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "scaling" not in described(line, full=False) and "scaling: 1 rank" in described(line)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "scaling: 4 ranks" in described(line, full=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [
+        ("--optimizer_type=oss", {"optimizer state": 8}),
+        ("--deepspeed --zero_stage=1", {"optimizer state": 8}),
+        ("--deepspeed --zero_stage=2", {"optimizer state": 8, "gradients": 8}),
+        ("--deepspeed --zero_stage=3", {"optimizer state": 8, "gradients": 8, "weights in fp32": 8}),
+    ],
+)
+def test_sharding_leaves_each_rank_its_part(line: list[str], flags: str, shares: dict[str, int]) -> None:
+    cfg = parse([*line, *flags.split()]).config
+    parts = make_family(cfg).load(meta=True)
+    one, eight = ({item.what: item for item in needs(cfg, parts, ranks)} for ranks in (1, 8))
+    for what, item in one.items():
+        assert eight[what].size == pytest.approx(item.size / shares.get(what, 1)), what
+        assert ("8 ranks" in eight[what].formula) == (what in shares)
+
+
+def test_deepspeed_keeps_half_weights_and_shares_the_fp32_ones(line: list[str]) -> None:
+    cfg = parse([*line, "--deepspeed", "--zero_stage=2", "--mixed_precision=bf16"]).config
+    parts = make_family(cfg).load(meta=True)
+    moving = footprint.trained(parts.root)
+    found = {item.what: item.size for item in needs(cfg, parts, 4)}
+    assert found["weights in bf16"] == 2 * moving and found["gradients"] == 2 * moving / 4
+    assert found["master weights (fp32)"] == 4 * moving / 4 and not any("casts" in what for what in found)

@@ -239,6 +239,7 @@ OURS: tuple[Row, ...] = (
     Row("dry_run", "switch", "",
         "print in ten lines what the run would do, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
         choices=("full",)),
+    Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024"),
     Row("family", "str", "model.family"),
     Row("init_from_config", "str", "model.init_from_config"),
     Row("tokenizer1_path", "str", "model.tokenizer1"),
@@ -254,6 +255,9 @@ OURS: tuple[Row, ...] = (
     Row("fsdp_cpu_offload", "switch", "fsdp.cpu_offload"),
     Row("device", "str", "training.device"),
     Row("threads", "int", "training.threads"),
+    Row("deepspeed_config", "str", "",
+        "DeepSpeed's JSON: its keys are mapped onto these flags or refused by name, docs/engines.md; a zero stage of 1 to 3"
+        " is as --deepspeed"),
     Row("performance", "switch", "training.performance"),
     Row("max_skipped_steps", "int", "training.max_skipped_steps"),
     Row("use_ema", "switch", "ema.enable"),

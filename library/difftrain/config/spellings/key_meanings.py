@@ -121,6 +121,12 @@ def _engine(layer: LayerLike, item: KeyValue, value: Any) -> None:
         layer.put("training.engine", value, item)
 
 
+def _deepspeed_config(layer: LayerLike, item: KeyValue, value: Any) -> None:
+    """Take the path of DeepSpeed's JSON, which may be relative to the file's folder."""
+    if value:
+        layer.set("?deepspeed_config", layer.path(item, value), item.origin)
+
+
 def _eval_sets(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a list of {name, config}."""
     tables = value if isinstance(value, list) and all(isinstance(table, dict) for table in value) else None
@@ -245,6 +251,7 @@ MEANINGS: Mapping[str, Meaning] = {
     "?image_batch": _image_batch,
     "?checkpointing": _checkpointing,
     "?clip_mode": _clip_mode,
+    "?deepspeed_config": _deepspeed_config,
     "?engine": _engine,
     "?eval_sets": _eval_sets,
     "?masters": _masters,

@@ -33,17 +33,24 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("trace", "str", "logging.trace", takes="STEPS"),
     Row("dump_dataset", "str", "", "write every sample of the first epoch, as training sees it, and stop", takes="DIR"),
     Row("dry_run", "switch", "", "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device", choices=("full",)),
-    Row("engine", "str", "training.engine", "the same as --engine.type"),
-    Row("shard", "str", "fsdp.shard", "the same as --engine.shard"),
-    Row("shard_size", "int", "fsdp.shard_size", "the same as --engine.shard_size"),
-    Row("deepspeed", "switch", "", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
-    Row("deepspeed_config", "str", "", "DeepSpeed's JSON; with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
+    Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024", takes="N,N,..."),
+    Row("engine", "str", "", "the same as --engine.type", takes="NAME"),
+    Row("shard", "str", "", "the same as --engine.shard", takes="full|hybrid"),
+    Row("shard_size", "str", "", "the same as --engine.shard_size", takes="N"),
+    Row("pipeline_stages", "str", "", "the same as --optimization.pipeline_stages", takes="N"),
+    Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
+    Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
     Row("master_port", "str", "", "the same for MASTER_PORT", takes="N"),
 )}
 # fmt: on
 
 
+# options that are keys without their table -> the key
+SHORT = {
+    "engine": "engine.engine", "shard": "engine.shard", "shard_size": "engine.shard_size",
+    "pipeline_stages": "optimization.pipeline_stages",
+}  # fmt: skip
 # a key of one may stand in the other
 SWAPPED = {"training": "optimization", "optimization": "training"}
 CONSTRUCTOR = "optimizer"  # what nobody knows there goes to the optimizer
@@ -244,6 +251,8 @@ KEYS: tuple[Row, ...] = (
     key("type", "engine", "?engine",
         "native, accelerate or fsdp; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
     key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
+    key("config", "deepspeed", "?deepspeed_config",
+        "DeepSpeed's JSON, as the option --deepspeed_config", "str"),
     key("shard", "engine -", "fsdp.shard"),
     key("shard_size", "engine -", "fsdp.shard_size"),
     key("fsdp_reshard_after_forward", "engine -", "fsdp.reshard_after_forward"),

@@ -119,6 +119,7 @@ OURS: tuple[Row, ...] = (
     Row("dry_run", "switch", "",
         "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
         choices=("full",)),
+    Row("dry_run_ranks", "str", "", "numbers of ranks that --dry_run says memory, bytes sent and scaling for, such as 8,64,1024"),
     Row("family", "str", "model.family", "which model it is; unset: read from the weights", default=""),
     Row("init_from_config", "str", "model.init_from_config"),
     Row("vae", "str", "model.vae"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.paths import PendingFiles
 from difftrain.config.schema.families import row_of
 from difftrain.config.toml import dump
-from difftrain.contracts import Bucket, ConfigFault, DataFault, Family, Parts
+from difftrain.contracts import Bucket, ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.evaluation_sets import open_set
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.plan import EVERY, EpochPlan, why
@@ -32,6 +32,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
+from difftrain.train.estimate.communication import Cluster, kinds, scaling, size_of, spread_of
 from difftrain.train.estimate.footprint import (
     GIB,
     RESERVE,
@@ -40,6 +41,7 @@ from difftrain.train.estimate.footprint import (
     device_memory,
     disk,
     gib_text,
+    memory_by_ranks,
     trained,
 )
 from difftrain.train.run_dir import describe_run_directory, run_dirs
@@ -58,16 +60,18 @@ def dry_run(
     coming: PendingFiles | None = None,
     *,
     full: bool = False,
+    for_ranks: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Print what the run would be in ten lines; return 0.
 
     full: also the resolved configuration, buckets, parameters, memory item by item, FLOPs and evaluation sets. coming:
-    what the run itself would make before it begins; it is named, and what hangs on it is left out. progress: told what
-    takes a while.
+    what the run itself would make before it begins; it is named, and what hangs on it is left out. for_ranks: numbers of
+    ranks to say scaling for, "8,64,1024". progress: told what takes a while.
     """
     # --- model and family, as far as they are here
     ranks = Launch.from_environment().size
+    asked = numbers_of(for_ranks)
     hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
@@ -83,9 +87,13 @@ def dry_run(
             log(line)
         if parts:
             parts.offloaded |= cached_parts(cfg, parts)
-            memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
+            bucket = _usual_bucket(cfg, family)
+            by_ranks = memory_by_ranks(cfg, family, parts, (ranks, *asked), *bucket)
+            memory = by_ranks[ranks]
             log(f"memory: {memory.sentence()}")
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
+                log(line)
+            for line in scaling_lines(cfg, family, parts, by_ranks, ranks, *bucket, asked=full or bool(asked)):
                 log(line)
         elif not coming:
             for line in _as_shipped(cfg, ranks):
@@ -110,7 +118,10 @@ def dry_run(
     parts.offloaded |= cached_parts(cfg, parts) if unread else {n for wish in caches for n in wish.encoder.modules}
     files, counts = disk(cfg, parts, total, epochs, plan.mean_batch), list(parameters(parts))
     evaluated = list(evaluation(cfg, family, parts)) if full else []
-    memory = device_memory(cfg, family, parts, ranks, *_largest_bucket(cfg, data))
+    bucket = _largest_bucket(cfg, data)
+    by_ranks = memory_by_ranks(cfg, family, parts, (ranks, *asked), *bucket)
+    memory = by_ranks[ranks]
+    spoken = list(scaling_lines(cfg, family, parts, by_ranks, ranks, *bucket, asked=full or bool(asked)))
     log(f"memory: {memory.sentence()}")
     log(f"free: {free_line(cfg, memory)}")
     log(f"disk: {files.sentence(cfg.output_dir)}")
@@ -118,6 +129,8 @@ def dry_run(
     log(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
 
     # --- all the rest
+    for line in spoken:
+        log(line)
     if not full:
         for line in fetched:
             log(line)
@@ -302,6 +315,48 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
     images = f"{memory.batch} x {memory.bucket}"
     yield f"device memory: a step of {images} {gib_text(memory.step)} (gradients, casts and activations at its peak)"
     yield f"device memory, estimated: {gib_text(memory.total)} in all, without driver and libraries"
+
+
+def numbers_of(counts: str) -> tuple[int, ...]:
+    """Read "8,64,1024". Raises ConfigFault."""
+    words = [word.strip() for word in counts.split(",") if word.strip()]
+    if any(not word.isdecimal() or not 1 <= int(word) <= 1_000_000 for word in words):
+        what = f"must be numbers of ranks with commas between them, got {counts!r}"
+        raise ConfigFault([Fault("--dry_run_ranks", what, "--dry_run_ranks=8,64,1024")])
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def scaling_lines(
+    cfg: TrainConfig,
+    family: Family,
+    parts: Parts,
+    by_ranks: Mapping[int, DeviceMemory],
+    ranks: int,
+    bucket: Bucket,
+    batch: int,
+    *,
+    asked: bool,
+) -> Iterator[str]:
+    """Say what ranks send one another in a step, and how speed and memory go with their number, every rank as busy.
+
+    asked: also for one rank, which sends nothing.
+    """
+    if ranks == 1 and not asked:
+        return
+    cluster, model = Cluster(), size_of(parts.root, family.repeated(parts))
+    work = family.flops_per_sample(parts, bucket) * batch * cfg.training.accumulation
+    for count, memory in sorted(by_ranks.items()):
+        outlook = scaling(spread_of(cfg, count), model, work, cluster)
+        by_kind = ", ".join(f"{kind} {gib_text(size)}" for kind, size in kinds(outlook.exchanged).items())
+        sends = f"sends {gib_text(outlook.sent)} a step ({by_kind})" if by_kind else "sends nothing"
+        worst, best = (f"{100 * share:.0f}" for share in outlook.efficiency)
+        speed = f"{worst}{f' to {best}' if best != worst else ''} % of its speed alone"
+        images = outlook.spread.replicas * batch * cfg.training.accumulation
+        yield (
+            f"scaling: {count:,} rank{'s'[: count != 1]}: {gib_text(memory.total)} a rank, each {sends}; "
+            f"{images:,} images a step, each rank at {speed}"
+        )
+    yield f"scaling, {cluster.sentence()}; the lower figure where nothing of it overlaps with computing"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

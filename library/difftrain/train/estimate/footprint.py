@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ from difftrain.engine.master_weights import DTYPES
 from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
+from difftrain.train.estimate.communication import shard_size, spread_of
 from difftrain.train.saving import is_one_file, layout_of
 
 if TYPE_CHECKING:
@@ -45,74 +47,67 @@ class MemoryItem:
     size: float
     formula: str
     in_step: bool = False  # comes and goes with each step
+    unsharded: float = 0.0  # what it would be of a step where nothing is sharded
 
 
 def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     """Estimate what one card holds at all times, by formula; activations come on top."""
-    training, moving = cfg.training, trained(parts.root)
-    wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
-    shards = shard_size(cfg, ranks)  # devices that share one copy of everything
-    over = f", sharded over {shards} ranks" if shards > 1 else ""
+    training, moving, spread = cfg.training, trained(parts.root), spread_of(cfg, ranks)
+    halves = cfg.deepspeed.enable and training.mixed_precision != "no"  # DeepSpeed keeps them, with fp32 masters
+    wide = HALF if training.full_precision or halves else FP32  # of a weight that is computed with, and of a gradient
+
+    def shared(share: float) -> str:
+        return f", sharded over {round(1 / share)} ranks" if share < 1 else ""
 
     # weights, trained and frozen, with what low precision keeps beside them
     weights = sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters())
     resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
+    kept_in = training.full_precision or (training.mixed_precision if halves else "fp32")
+    formula = f"{wide} B per trained parameter{shared(spread.weights_share)}"
     items = [
-        MemoryItem(
-            f"weights in {training.full_precision or 'fp32'}", weights / shards, f"{wide} B per trained parameter{over}"
-        ),
+        MemoryItem(f"weights in {kept_in}", weights * spread.weights_share, formula),
         MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
-    kept = weights_kept(training)
-    if training.full_precision and kept in KEPT_BYTES:
-        items.append(
-            MemoryItem(
-                f"master weights ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B per trained parameter"
-            )
-        )
+    kept = "fp32" if halves else weights_kept(training)
+    if (training.full_precision or halves) and kept in KEPT_BYTES:
+        share = spread.state_share if halves else spread.weights_share
+        formula = f"{KEPT_BYTES[kept]} B per trained parameter{shared(share)}"
+        items.append(MemoryItem(f"master weights ({kept})", KEPT_BYTES[kept] * moving * share, formula))
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    kept_whole = training.accumulation > 1 and cfg.fsdp.reduce == "last"  # until the last micro batch
-    cut = 1 if kept_whole else shards
+    unsharded = wide * alive
+    formula = f"{wide} B {formula}{shared(spread.gradients_share)}"
     items.append(
-        MemoryItem("gradients", wide * alive / cut, f"{wide} B {formula}{over if cut > 1 else ''}", in_step=True)
+        MemoryItem("gradients", unsharded * spread.gradients_share, formula, in_step=True, unsharded=unsharded)
     )
-    if training.mixed_precision != "no" and not training.full_precision and shards == 1:
-        items.append(MemoryItem("casts of autocast", 2 * moving, "2 B per trained parameter", in_step=True))
-    if ranks > 1 and training.engine != "fsdp" and not training.ddp_bucket_view and alive == moving:
+    if training.mixed_precision != "no" and not training.full_precision and not halves and spread.shard == 1:
+        casts = 2.0 * moving
+        share = spread.weights_share if spread.way == "pipeline" else 1.0
+        items.append(
+            MemoryItem("casts of autocast", casts * share, "2 B per trained parameter", in_step=True, unsharded=casts)
+        )
+    if spread.way in ("ddp", "oss") and ranks > 1 and not training.ddp_bucket_view and alive == moving:
         items.append(
             MemoryItem("gradient buckets", wide * moving, f"{wide} B per trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
     state = state_bytes(cfg, matrix_share(parts))
-    owners = ranks if cfg.optimizer.type.lower() == "oss" else shards
-    formula = f"{state:g} B per trained parameter" + (f", sharded over {owners} ranks" if owners > 1 else "")
-    items.append(MemoryItem("optimizer state", state * moving / owners, formula))
+    formula = f"{state:g} B per trained parameter{shared(spread.state_share)}"
+    items.append(MemoryItem("optimizer state", state * moving * spread.state_share, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        items.append(MemoryItem("averaged weights", FP32 * moving / shards, f"4 B per trained parameter{over}"))
+        size = FP32 * moving * spread.averages_share
+        items.append(MemoryItem("averaged weights", size, f"4 B per trained parameter{shared(spread.averages_share)}"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
-        items.append(
-            MemoryItem(
-                f"averages of {count} widths",
-                count * FP32 * moving / shards,
-                f"4 B per trained parameter and width{over}",
-            )
-        )
+        size = count * FP32 * moving * spread.averages_share
+        formula = f"4 B per trained parameter and width{shared(spread.averages_share)}"
+        items.append(MemoryItem(f"averages of {count} widths", size, formula))
     return items
-
-
-def shard_size(cfg: TrainConfig, ranks: int) -> int:
-    """Return how many devices share one copy of weights, gradients and state: one, but with FSDP."""
-    if cfg.training.engine != "fsdp":
-        return 1
-    on_a_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return min(ranks, cfg.fsdp.shard_size or (on_a_machine if cfg.fsdp.shard == "hybrid" else ranks))
 
 
 def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
@@ -211,23 +206,40 @@ def device_memory(cfg: TrainConfig, family: Any, parts: Parts, ranks: int, bucke
     Not in it: text encoders and VAE at work, where they run in each step; samples and evaluations between steps; what
     the driver and libraries take.
     """
-    items = tuple(needs(cfg, parts, ranks))
-    root, shards = parts.root.to("meta"), shard_size(cfg, ranks)
-    # FSDP gathers what autocast would cast
-    half = cfg.training.full_precision or (cfg.training.mixed_precision if shards > 1 else None)
-    if half in DTYPES:
-        root.to(DTYPES[half])
-    reduces = shards > 1 and (cfg.training.accumulation == 1 or cfg.fsdp.reduce == "each")
-    step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root, reduces))
-    root.zero_grad(set_to_none=True)
-    if shards > 1:
-        # gradients of fp32, whole or the rows of reduced ones
-        moving, width = trained(root), next(root.parameters()).element_size()
-        step += FP32 * moving // shards if reduces else (FP32 - width) * moving
+    return memory_by_ranks(cfg, family, parts, [ranks], bucket, batch)[ranks]
+
+
+def memory_by_ranks(
+    cfg: TrainConfig, family: Any, parts: Parts, counts: Iterable[int], bucket: Bucket, batch: int
+) -> dict[int, DeviceMemory]:
+    """Do so for several numbers of ranks. The step is that of a whole model, less what sharding takes off."""
+    items = {ranks: tuple(needs(cfg, parts, ranks)) for ranks in counts}
+    shards = {ranks: shard_size(cfg, ranks) for ranks in items}
+    root, training = parts.root.to("meta"), cfg.training
+    moving = trained(root)
+    steps = {}
+    for sharded in sorted({size > 1 for size in shards.values()}):  # whole ones first: the others' root is half
+        # FSDP gathers what autocast would cast
+        half = training.full_precision or (training.mixed_precision if sharded else None)
+        if half in DTYPES:
+            root.to(DTYPES[half])
+        reduces = sharded and (training.accumulation == 1 or cfg.fsdp.reduce == "each")
+        free = partial(_free_gradients, cfg, reduces=reduces)
+        whole_step = step_peak(cast("BaseFamily", family), root, bucket, batch, free)
+        root.zero_grad(set_to_none=True)
+        width = next(root.parameters()).element_size()
         # the whole weights of two blocks: one runs, and the next one is gathered
-        sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in family.repeated(parts)]
-        step += 2 * max(sizes, default=0)
-    return DeviceMemory(items, step, bucket, batch)
+        sizes = [sum(p.numel() for p in block.parameters()) * width for block in family.repeated(parts)]
+        for ranks in (ranks for ranks, size in shards.items() if (size > 1) == sharded):
+            step = whole_step
+            if sharded:
+                # gradients of fp32, whole or the rows of reduced ones
+                step += FP32 * moving // shards[ranks] if reduces else (FP32 - width) * moving
+                step += 2 * max(sizes, default=0)
+            else:
+                step -= round(sum(item.unsharded - item.size for item in items[ranks] if item.in_step))
+            steps[ranks] = max(0, step)
+    return {ranks: DeviceMemory(of, steps[ranks], bucket, batch) for ranks, of in items.items()}
 
 
 def _free_gradients(cfg: TrainConfig, root: nn.Module, reduces: bool) -> None:
