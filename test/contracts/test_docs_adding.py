@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import FAMILIES, Tiny, config
 
-from difftrain.models import flops, passes, registry
+from difftrain.models import flops, registry
 
 NAME = "auraflow"
 TEXT = (Path(__file__).parents[2] / "docs" / "adding" / "family.md").read_text(encoding="utf-8")
@@ -67,10 +67,11 @@ def test_its_pass_is_diffusers_forward(tiny: Tiny, captions: tuple[str, ...]) ->
     with torch.no_grad():
         velocity = families.own_pass(tiny, inputs)
         assert torch.equal(velocity, families.diffusers_forward(tiny, inputs))
-        tokens = tiny.family.enter(tiny.net, inputs.x_t, inputs.timestep, inputs.conditions)
-        for first, last in ((1, 2), (3, 4)):
-            tokens = passes.stage(tiny.family, tiny.net, tokens, first, last)
-        assert torch.equal(tiny.family.leave(tiny.net, tokens), velocity)
+        chain = tiny.family.chain(tiny.parts.root)
+        carry, layout = chain.enter(inputs)
+        for number in range(len(chain.units)):
+            carry = chain.unit(number, carry, layout)
+        assert torch.equal(chain.leave(carry, layout)[0], velocity)
 
 
 def test_it_trains(example: Any) -> None:

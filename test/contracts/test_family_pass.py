@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from families import Tiny, batch_of, bucket_of, diffusers_forward, needs_blocks, own_pass
 
+from difftrain.engine.stages import drop
 from difftrain.models import passes
 
 CASES = {
@@ -111,17 +113,52 @@ def test_recomputed_activations_give_the_same_gradients(tiny: Tiny) -> None:
     assert all(torch.equal(grad, again[name]) for name, grad in plain.items())
 
 
-def test_stages_one_after_another_are_the_whole(tiny: Tiny) -> None:
-    needs_blocks(tiny)
-    inputs, family, net = tiny.inputs(), tiny.family, tiny.net
-    blocks = sum(1 for _ in passes.blocks_of(family, net))
-    with torch.no_grad():
-        whole = own_pass(tiny, inputs)
-        for cut in range(blocks + 1):
-            tokens = family.enter(net, inputs.x_t, inputs.timestep, inputs.conditions)
-            tokens = passes.stage(family, net, tokens, 1, cut)
-            tokens = passes.stage(family, net, tokens, cut + 1, blocks)
-            assert torch.equal(family.leave(net, tokens), whole), cut
+def _halves(tiny: Tiny, cut: int) -> list[Any]:
+    """Cut a copy of the root before unit `cut`: each half has its own weights alone, and no other."""
+    halves = []
+    for own in (range(-1, cut), range(cut, 10**6)):
+        root = copy.deepcopy(tiny.parts.root)
+        chain = tiny.family.chain(root)
+        names = {name for name in (*root.state_dict(), *dict(root.named_parameters())) if chain.owner(name) in own}
+        drop(root, names)
+        assert {name for name, _ in root.named_parameters()} <= names
+        halves.append((root, chain))
+    return halves
+
+
+def test_a_chain_that_is_cut_anywhere_is_the_whole(tiny: Tiny) -> None:
+    """Each half has the weights that it needs, and what goes over the cut is named alike on both sides."""
+    inputs = tiny.inputs()
+    units = tiny.family.chain(tiny.parts.root).units
+    whole = tiny.family.forward(tiny.parts.root, inputs)
+    grads = gradients(tiny, inputs)
+    assert [tiny.parts.root.get_submodule(name) for name in units] == [
+        module for name, module in tiny.family.units(tiny.parts) if name in units
+    ]
+    for cut in sorted({1, len(units) // 2, len(units) - 1}):
+        (first, before), (second, behind) = _halves(tiny, cut)
+        carry, layout = before.enter(inputs)
+        for number in range(cut):
+            assert set(before.names(layout, number)) == carry.keys(), number
+            carry = before.unit(number, carry, layout)
+        names = behind.names(layout, cut)
+        assert set(names) == carry.keys()
+        sent = {name: carry[name] for name in names}
+        arrived = {name: x.detach().requires_grad_(x.requires_grad) for name, x in sent.items()}
+        carry = arrived
+        for number in range(cut, len(units)):
+            carry = behind.unit(number, carry, layout)
+        outputs = behind.leave(carry, layout)
+        assert all(torch.equal(mine, other) for mine, other in zip(outputs, whole, strict=True)), cut
+
+        # gradients go back over the cut
+        tiny.family.loss_sums(outputs, inputs)["loss"].backward()
+        back = [(sent[name], x.grad) for name, x in arrived.items() if x.grad is not None]
+        torch.autograd.backward([x for x, _ in back], [grad for _, grad in back])
+        mine = {**dict(first.named_parameters()), **dict(second.named_parameters())}
+        assert {name for name, param in mine.items() if param.grad is not None} == grads.keys()
+        for name, grad in grads.items():  # sums over several roots of a backward pass have their own order
+            torch.testing.assert_close(mine[name].grad, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_what_lies_between_blocks_is_handed_out(tiny: Tiny) -> None:
@@ -132,7 +169,7 @@ def test_what_lies_between_blocks_is_handed_out(tiny: Tiny) -> None:
     with torch.no_grad():
         out = passes.run(family, net, inputs.x_t, inputs.timestep, inputs.conditions, plan)
         tokens = family.enter(net, inputs.x_t, inputs.timestep, inputs.conditions)
-        first = passes.stage(family, net, tokens, 1, 1)
+        first = family.block(next(passes.blocks_of(family, net))[1], tokens)
     assert set(out.image_after) == {1, blocks} and torch.equal(out.image_after[1], first.image)
     assert tokens.text is not None and torch.equal(out.text_after[0], tokens.text)
     assert torch.equal(out.velocity, own_pass(tiny, inputs).detach())

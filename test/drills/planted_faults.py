@@ -104,6 +104,21 @@ FAULTS = (
         ("unit/checkpoint",),
     ),
     PlantedFault(
+        "a checkpoint in the background is not copied before the next update",
+        "engine/snapshot.py", "_copy(buffer, tensor.detach())", "buffer = tensor.detach()",
+        ("unit/train/test_checkpoints.py",),
+    ),
+    PlantedFault(
+        "averages in the background go on while they are written",
+        "train/checkpoints.py", "self._buffers if copied else None", "None",
+        ("unit/train/test_checkpoints.py",),
+    ),
+    PlantedFault(
+        "a checkpoint counts before every rank has written",
+        "train/checkpoints.py", "not wait and self._ranks.any(not pending.work.ended())", "not wait and not pending.work.ended()",
+        ("unit/train/test_checkpoints.py",),
+    ),
+    PlantedFault(
         "a manifest that was changed counts as whole",
         "checkpoint/commit.py", "if manifest.digest !=", "if False and manifest.digest !=",
         ("unit/checkpoint",),

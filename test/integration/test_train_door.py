@@ -173,7 +173,7 @@ def test_three_processes_for_two_stages(door: Door, recipe: Path) -> None:
     said = train(
         door, "--config", recipe / "run.toml", "--optimization.pipeline_stages=2", before=torchrun(3), expect=1
     )
-    assert "pipeline_stages: 2: " in said
+    assert "pipeline_stages: 2 stages" in said
     assert "3 processes cannot be" in said
 
 

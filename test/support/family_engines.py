@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sdxl": {"train_text_encoder": True},
     "sd3": {},
     "flux": {},
+    "flux-attention": {"train_only": ("attn",)},  # the rest is held as its source has it
 }
 FAMILY_STEPS = 4
 
@@ -60,7 +61,7 @@ def commit(engine: CheckpointedEngine, parent: Path, name: str, averages: Averag
     snapshot = engine.snapshot()
 
     def write(folder: Path) -> list[Path]:
-        return [*snapshot.write(folder), *(averages.write(folder) if averages else [])]
+        return [*snapshot.write(folder), *(averages.snapshot()(folder) if averages else [])]
 
     return checkpoint.commit(parent, f"{name}-state", write, engine.ranks, {"step": engine.position})
 
@@ -70,11 +71,12 @@ def family_engine(ranks: Ranks, name: str, way: str, precision: str) -> Checkpoi
         "training": {"engine": way, "mixed_precision": precision, "gradient_checkpointing": name == "sd3"},
         "optimizer": {"learning_rate": LR},
     }
-    cfg = families.config(name, sections, **FAMILIES[name])
+    kind = name.partition("-")[0]
+    cfg = families.config(kind, sections, **FAMILIES[name])
     family = families.made(cfg)
     parts = family.load()
     families.trained_once(families.Tiny(family, parts, None))
-    batch = families.batch_of(family, families.bucket_of(name), CAPTIONS, parts=parts)
+    batch = families.batch_of(family, families.bucket_of(kind), CAPTIONS, parts=parts)
     return assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank, ranks.size)])
 
 

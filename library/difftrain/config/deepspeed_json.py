@@ -32,6 +32,7 @@ _SCHEDULE, _ARGS = "optimizer.scheduler", "optimizer.args"
 _STAGE, _PRECISION = "deepspeed.zero_stage", "training.mixed_precision"
 
 _NATIVE = "the deepspeed engine is not built yet: runs natively, every device with the whole model (DDP)"
+_PIPELINE = "the deepspeed engine is not built yet: pipeline_stages runs the native pipeline engine"
 _SHARDS = "[deepspeed] enable = true, or a --deepspeed_config with a zero stage, shards through accelerate's plugin"
 
 
@@ -44,7 +45,9 @@ def apply(out: Resolution) -> None:
     if path is None:
         if asked and not out.values.get("deepspeed.enable"):
             what = "" if out.where("?deepspeed") == "--deepspeed" else "engine = deepspeed: "
-            out.note("?deepspeed", f"{what}{_NATIVE}; {_SHARDS}")
+            stages = out.values.get("training.pipeline_stages", 1)
+            how = _PIPELINE if isinstance(stages, int) and stages > 1 else f"{_NATIVE}; {_SHARDS}"
+            out.note("?deepspeed", f"{what}{how}")
         return
     named = f"{out.where(PATH)}={path}" if out.where(PATH).startswith("--") else f"{out.where(PATH)} = {path}"
     try:

@@ -119,22 +119,6 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
     out.values["?batch_of"] = pairs
 
 
-def _stages(out: Resolution, layers: Sequence[Layer]) -> None:
-    """One model over several cards is not built yet, and would want a multiple of them."""
-    stages = out.pop("?stages")
-    if stages is None or stages == 1:
-        return
-    if stages < 1:
-        out.fault("?stages", f"must be at least 1, got {stages}")
-        return
-    world = os.environ.get("WORLD_SIZE", "")
-    also = ""
-    if world.isdecimal() and int(world) % stages:
-        also = f"; besides, {world} process{'es' if world != '1' else ''} cannot be divided into {stages} stages"
-    what = f"{stages}: the pipeline engine is not built yet{also}"
-    out.fault("?stages", what, "give 1: every device has the whole model")
-
-
 def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
     """Say once that adapters are not built yet."""
     fields = {path: out.pop(path) for path in list(out.values) if path.startswith("?adapter.")}
@@ -216,7 +200,8 @@ def _half_life(out: Resolution, half_life: float, args: dict[str, str]) -> None:
         return
     world = os.environ.get("WORLD_SIZE", "1")
     batch = out.values.get("training.batch_size", 1) * out.values.get("training.accumulation", 1)
-    step = batch * (int(world) if world.isdecimal() else 1)
+    stages = out.values.get("training.pipeline_stages", 1)
+    step = batch * max(1, int(world) // stages if world.isdecimal() and isinstance(stages, int) and stages else 1)
     first = args.get("betas", "betas=(0.9,").partition("(")[2].partition(",")[0] or "0.9"
     args["betas"] = f"betas=({first}, {0.5 ** (step / half_life)!r})"
     out.origins.setdefault("optimizer.args", out.where("?half_life"))
@@ -308,7 +293,6 @@ _STEPS = (
     _warnings,
     _length,
     _batches,
-    _stages,
     _adapter,
     _precision,
     _optimizer,

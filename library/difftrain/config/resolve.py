@@ -89,6 +89,10 @@ def resolve_layers(layers: Sequence[Layer], door: Door) -> Resolution:
 
     # values that follow from others
     door.together(out, layers)
+    stages = out.values.get("training.pipeline_stages", 1)
+    if out.values.get("deepspeed.enable") and isinstance(stages, int) and stages > 1:
+        out.values["deepspeed.enable"] = False
+        out.note("deepspeed.enable", f"{option('training.pipeline_stages')}={stages} runs the native pipeline engine")
     if out.values.get("deepspeed.enable") and "training.engine" not in out.values:
         out.set("training.engine", "accelerate", "deepspeed.enable")
         engine = option("training.engine", "accelerate")

@@ -73,6 +73,7 @@ class Engine(Protocol):
     dp_size: int
     is_logger: bool
     all_forward: bool  # no rank holds the weights whole: every forward takes all ranks
+    leads: bool  # whether this rank draws for its replica, see `led`
 
     def faults(self) -> list[str]: ...
     def build(
@@ -98,6 +99,10 @@ class Engine(Protocol):
     def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]: ...
     def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]: ...  # of this rank's share alone; collective, too
     def predict(self, inputs: Inputs) -> Tensor: ...
+    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]: ...
+    # a replica's ranks enter together: who leads gets what calls the denoiser, None: the root itself can be called; the
+    # others answer its calls until it has left, and get None
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of the whole model, whoever holds it
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
     def drawing(
         self,
@@ -110,8 +115,9 @@ class Engine(Protocol):
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
     def average_file(
         self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]
-    ) -> TensorFile | None: ...
+    ) -> TensorFile | None: ...  # this rank's part of averages of the trained weights
     def snapshot(self) -> Snapshot: ...
+    def reserve_snapshot(self) -> Callable[[], None]: ...  # its memory, ahead of the first; what touches it is returned
     def restore(
         self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0
     ) -> None: ...  # optimizer: its state too; params: and what it changed in its groups; schedule_from: a position

@@ -290,6 +290,27 @@ class RunFacts:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+Carry = dict[str, "Tensor"]
+
+
+class Chain(Protocol):
+    """A root's pass as a row of units, so that every run of them may be on another device: enter, units, leave.
+
+    Tensors go from unit to unit by name. layout: what all micro batches of a shape share (sizes, positions, which names
+    there are); small and picklable, made where inputs enter. Units are counted from 0; their modules may be missing
+    where only others are run.
+    """
+
+    units: list[str]  # their names in the root, in the order in which they run
+
+    def owner(self, name: str) -> int: ...  # unit that uses a weight; -1: enter, len(units): leave
+    def kind(self, batch: Batch) -> Any: ...  # what beside its shapes decides the layout of a batch; hashable
+    def enter(self, inputs: Inputs) -> tuple[Carry, Any]: ...  # and the layout
+    def names(self, layout: Any, number: int) -> list[str]: ...  # of what arrives at a unit, in one order everywhere
+    def unit(self, number: int, carry: Carry, layout: Any) -> Carry: ...
+    def leave(self, carry: Carry, layout: Any) -> tuple[Tensor, ...]: ...  # as `forward` returns it
+
+
 class Family(Protocol):
     """Own the maths of one model family. Made from the resolved configuration."""
 
@@ -304,6 +325,7 @@ class Family(Protocol):
     def tokenizer(self, parts: Parts) -> Tokenize: ...
     def encoders(self, parts: Parts) -> dict[str, Encoder]: ...  # by what a configuration may ask to be cached
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]: ...
+    def chain(self, root: nn.Module) -> Chain: ...  # made of a whole root
     def repeated(self, parts: Parts) -> list[nn.Module]: ...  # the small blocks alike, for regional compile
     def latents(self, batch: Batch, parts: Parts) -> Tensor: ...
     def inputs(self, batch: Batch, parts: Parts) -> Inputs: ...
@@ -322,7 +344,9 @@ class Family(Protocol):
         metadata: dict[str, str] | None = None,
     ) -> Path: ...
     def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]: ...
-    def drawer(self, parts: Parts) -> Drawer: ...  # over the very modules of parts
+    def drawer(
+        self, parts: Parts, predict: Callable[[Inputs], Tensor] | None = None
+    ) -> Drawer: ...  # over the very modules of parts; predict: calls the denoiser where the root is not whole
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float: ...
 
 

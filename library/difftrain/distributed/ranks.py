@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,7 +65,8 @@ class Ranks:
     """Know this process's place, and let ranks agree. A single process needs no group and never waits.
 
     rank, size: in the job. local_rank, local_size: on this machine. control: the CPU group, or None when alone.
-    heartbeats: what names a rank that is missing. limit: how long others are waited for, where: the store, both in words.
+    heartbeats: what names a rank that is missing. timeout: how long others are waited for, limit: in words, as is where:
+    the store.
     """
 
     rank: int = 0
@@ -76,6 +77,7 @@ class Ranks:
     heartbeats: heartbeats.Heartbeats | None = None
     limit: str = ""
     where: str = ""
+    timeout: timedelta = timedelta(minutes=DEFAULT_TIMEOUT_MIN)
 
     @classmethod
     def open(cls, launch: Launch, device: _Device, timeout_min: float | None = None) -> Ranks:
@@ -113,7 +115,18 @@ class Ranks:
                 _connect(device, launch.size)
         where = f"{launch.master_addr}:{launch.master_port}"
         limit = _minutes(timeout)
-        return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control, own, limit, where)
+        return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control, own, limit, where, timeout)
+
+    def beside(self) -> Ranks:
+        """Return the same ranks with a CPU group of their own, for the collectives of one other thread. Every rank calls it.
+
+        Groups are not to be used by two threads at once: their collectives would meet in another order on another rank.
+        """
+        if self.control is None:
+            return self
+        with self._together():
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return replace(self, control=group, heartbeats=None)
 
     @property
     def leads_node(self) -> bool:

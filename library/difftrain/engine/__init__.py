@@ -7,7 +7,8 @@ The way of a step:
  3. ddp.py          gradients are summed over ranks, never averaged; gradients.py looks at the first ones
  4. update.py       unscale, measure, clip, skip or update; fused.py updates during the backward pass instead
  5. half_precision.py, master_weights.py   the fp32 value of half weights, and who holds it
- 6. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks;
+ 6. pipeline.py, stages.py, partition.py   instead of 1 to 3: the model cut into stages, each on its own rank
+ 7. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks;
     checkpoint_reader.py   tensors by name, or ranges of them, whatever pieces the files hold
 """
 
@@ -31,6 +32,7 @@ ENGINES = {
 }
 # what --engine=accelerate becomes with --deepspeed, and with fairscale's OSS on several ranks
 ZERO = "difftrain.engine.accelerate_zero:ZeroEngine"
+PIPELINE = "difftrain.engine.pipeline:PipelineEngine"  # what native becomes with several stages
 SHARDED = "difftrain.engine.accelerate_sharded:ShardedEngine"
 
 
@@ -46,6 +48,8 @@ def make_engine(cfg: TrainConfig, device: Device, ranks: Ranks) -> Engine:
         target = ZERO
     elif cfg.training.engine == "accelerate" and cfg.optimizer.type.lower() == "oss" and ranks.size > 1:
         target = SHARDED
+    elif cfg.training.engine == "native" and cfg.training.pipeline_stages > 1:
+        target = PIPELINE
 
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)(cfg, device, ranks)

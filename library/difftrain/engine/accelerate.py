@@ -48,9 +48,8 @@ class AccelerateEngine(CheckpointedEngine):
         problems = super().faults()
         for name, what in _ELSEWHERE.items():
             if _is_on(name):
-                problems.append(
-                    f"{name} asks accelerate for {what}, which this engine does not support: use another launcher"
-                )
+                other = f"{option('training.engine')}=fsdp does" if what == "FSDP" else "use another launcher"
+                problems.append(f"{name} asks accelerate for {what}, which this engine does not support: {other}")
         if _is_on(_DEEPSPEED) and not self.cfg.deepspeed.enable:
             problems.append(f"{_DEEPSPEED} is set: give --deepspeed and its flags, accelerate's own file is not used")
         return problems

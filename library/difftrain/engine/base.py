@@ -101,9 +101,8 @@ class BaseEngine:
         # --- what is trained, and the fp32 values behind half weights
         self._trained = {name: param for name, param in self.root.named_parameters() if param.requires_grad}
         if not self._trained:
-            raise ConfigFault(
-                [Fault(option("optimizer.learning_rate"), "nothing is trained: every parameter is frozen")]
-            )
+            what = "nothing is trained: every parameter is frozen"
+            raise ConfigFault([Fault(option("optimizer.learning_rate"), what)])
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         self._master_weights = self._make_master_weights()
 
@@ -118,7 +117,7 @@ class BaseEngine:
         # --- loss scale, wrapping, optimizer, schedule
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
-        groups = family.param_groups(self.root)
+        groups = self._param_groups()
         self._wrapped: Any = self.root
         self.optimizer = self._assemble(groups, make_optimizer, warm)
         self._master_weights.attach(self.optimizer, self.ranks)
@@ -133,6 +132,9 @@ class BaseEngine:
     def _move_root(self, root: nn.Module) -> nn.Module:
         """Bring the root to the device."""
         return root.to(self.device.torch_device)
+
+    def _param_groups(self) -> list[Group]:
+        return self.family.param_groups(self.root)
 
     def _make_master_weights(self) -> MasterWeights:
         return make_master_weights(self.root, self._trained, self.cfg.training)
@@ -157,9 +159,8 @@ class BaseEngine:
         closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             what = f"{type(optimizer).__name__} evaluates the loss several times a step"
-            raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "use an optimizer that evaluates the loss once per step")]
-            )
+            remedy = "use an optimizer that evaluates the loss once per step"
+            raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:
@@ -300,9 +301,8 @@ class BaseEngine:
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]
         if not self._terms.names:
             return None
-        return (
-            torch.stack(sums).sum(0) if sums else torch.zeros(len(self._terms.names), device=self.device.torch_device)
-        )
+        nothing = torch.zeros(len(self._terms.names), device=self.device.torch_device)
+        return torch.stack(sums).sum(0) if sums else nothing
 
     @torch.no_grad()
     def predict(self, inputs: Inputs) -> Tensor:

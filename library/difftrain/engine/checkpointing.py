@@ -11,6 +11,8 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ import torch
 
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Extent, Fault, TensorFile
+from difftrain.contracts import ConfigFault, Extent, Fault, Inputs, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
 from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
@@ -63,6 +65,8 @@ class CheckpointShare:
 class CheckpointedEngine(BaseEngine):
     """Save and restore what BaseEngine trains. Collective: restore, and where ranks hold pieces snapshot."""
 
+    leads = True
+
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         super().__init__(cfg, device, ranks)
         self._snapshots = 0
@@ -76,7 +80,7 @@ class CheckpointedEngine(BaseEngine):
 
         # --- copies, in memory of their own
         share = self._share()
-        engine = self._describe(share.state_tensors.__setitem__) if self.ranks.rank == 0 else None
+        engine = deepcopy(self._describe(share.state_tensors.__setitem__)) if self.ranks.rank == 0 else None
         copies = {
             kind: self._copied(kind, tensors)
             for kind, tensors in ((WEIGHTS, share.weights), (OPTIMIZER, share.state_tensors.items()))
@@ -90,7 +94,7 @@ class CheckpointedEngine(BaseEngine):
             if kind == OPTIMIZER:
                 about |= {"states": json.dumps(share.states)}
             if tensors or (kind == OPTIMIZER and share.states):
-                files.append(TensorFile(f"{kind}-{self.dp_rank:05d}.safetensors", tensors, about))
+                files.append(TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", tensors, about))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
 
     def _copied(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -113,9 +117,23 @@ class CheckpointedEngine(BaseEngine):
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
         return CheckpointShare(self._master_weights.chosen(names, weights), states, kept)
 
+    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
+        """Let one rank call the denoiser while it draws: None, as its root can be called."""
+        return nullcontext()
+
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all that is trained, by name."""
+        return {name: extent.shape for name, _, extent in self.shards()}
+
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
         """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
         return TensorFile(f"{kind}-00000.safetensors", averages, about) if self.ranks.rank == 0 else None
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""
+        with self._buffers.reserving():
+            self.snapshot()
+        return self._buffers.touch
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {
@@ -147,12 +165,12 @@ class CheckpointedEngine(BaseEngine):
             raise ConfigFault([Fault(option("save.resume"), f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
         states = merge_states(stored.metadata)
-        own = self._own_state()
-        shapes, needed = self._master_weights.shapes(own), states if optimizer else None
-        check_compatibility(path, about, weights, needed, shapes, self._trained, self._state.kind)
+        own, needed = self._own_state(), states if optimizer else None
+        shapes, trained = self._stored_shapes()
+        check_compatibility(path, about, weights, needed, shapes, trained, self._state.kind)
 
         # --- weights, then the optimizer's state and groups
-        for name, tensor in weights.ranges(self._master_weights.range_of):
+        for name, tensor in weights.ranges(self._range_of):
             self._master_weights.take(name, tensor, own[name])
         self._master_weights.taken()
         fp8.refresh(self.root)
@@ -165,6 +183,14 @@ class CheckpointedEngine(BaseEngine):
         if not (optimizer and params):
             about = {**about, "schedule": {}}
         self._go_to(int(about["position"]), about, schedule_from)
+
+    def _stored_shapes(self) -> tuple[Mapping[str, Shape], Iterable[str]]:
+        """Return the shapes of all weights that a checkpoint of this model has, and the names of those that are trained."""
+        return self._master_weights.shapes(self._own_state()), self._trained
+
+    def _range_of(self, name: str, shape: Shape) -> FlatRange | None:
+        """Return which elements of a weight this rank takes from a checkpoint; None: it is another's."""
+        return self._master_weights.range_of(name, shape)
 
     def _state_tensors(self, stored: CheckpointReader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank's states, each cut as its weight is, and those of groups."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -72,7 +72,7 @@ class AfterBackward:
         if scaler is not None:
             scaler.unscale_(seen)
             master_weights.share_overflow(found_overflow(scaler, seen))
-        norm = master_weights.norm(gradients)
+        norm = self._norm(master_weights, gradients, seen)
         if self._max_norm > 0:
             master_weights.clip(self._max_norm, norm)
 
@@ -87,6 +87,10 @@ class AfterBackward:
         if scaler is not None:
             scaler.update()
         return Updated(norm, skipped)
+
+    def _norm(self, master_weights: MasterWeights, gradients: Sequence[Tensor], seen: Any) -> Tensor:
+        """Return the norm of all gradients. seen: what the loss scaler has unscaled."""
+        return master_weights.norm(gradients)
 
 
 def _poison(gradient: Tensor, loss: Tensor) -> None:

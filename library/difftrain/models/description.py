@@ -49,7 +49,7 @@ class Description:
     Facts: texts, blocks (lists of the denoiser, in order), patch (latent pixels along a token's side), shift, keys (the
     table of the original layout), infer (its sizes from shapes), agree, zero and unread (patterns of the denoiser's
     parameters that begin as zeros, and that no loss reaches; {last} is the last block), silent (pattern of those that are
-    trained though no output depends on them: their gradient is zeros), lora, options, vae_scales (of a
+    trained though no output depends on them: their gradient is zeros), leaving (pattern of those that are used behind the last block), lora, options, vae_scales (of a
     VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
     beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
     kohya_name (what headers call it), needed (sizes of a part that have to be said), one_file (of all parts in the
@@ -71,6 +71,7 @@ class Description:
     zero: str = ""
     unread: str = ""
     silent: str = ""
+    leaving: str = r"norm_out\b|proj_out\b"
     lora: Lora = Lora()
     options: tuple[FamilyOption, ...] = ()
     vae_scales: Mapping[str, Any] | None = MappingProxyType({})

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,20 @@ import torch
 
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import CAPTION, Batch, Bucket, ConfigFault, Encoder, Feature, Group, Inputs, Parts, RunFacts
-from difftrain.models import passes, placeholder, speedups, vision
+from difftrain.contracts import (
+    CAPTION,
+    Batch,
+    Bucket,
+    Chain,
+    ConfigFault,
+    Encoder,
+    Feature,
+    Group,
+    Inputs,
+    Parts,
+    RunFacts,
+)
+from difftrain.models import passes, placeholder, speedups, stages, vision
 from difftrain.models.base import BaseFamily
 from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
 from difftrain.models.root import DenoiserRoot
@@ -79,6 +91,10 @@ class ModelFamily(BaseFamily):
             for name, block in passes.blocks_of(self, parts.root.get_submodule(self.denoiser))
         ]
 
+    def chain(self, root: nn.Module) -> Chain:
+        """Return the pass of a root as a row of blocks, for a pipeline."""
+        return stages.chain_of(root)
+
     def repeated(self, parts: Parts) -> list[nn.Module]:
         """List the blocks that recur, for regional compile."""
         return [block for _, block in self.units(parts)]
@@ -122,9 +138,12 @@ class ModelFamily(BaseFamily):
 
         return export(self, weights, parts, layout, path, dtype=dtype, metadata=metadata or {})
 
-    def drawer(self, parts: Parts) -> FamilyDrawer:
-        """Return what draws with the very modules of parts, as training sees captions and pictures."""
-        return FamilyDrawer(self, parts)
+    def drawer(self, parts: Parts, predict: Callable[[Inputs], Tensor] | None = None) -> FamilyDrawer:
+        """Return what draws with the very modules of parts, as training sees captions and pictures.
+
+        predict: calls the denoiser, where the root is in pieces on several ranks.
+        """
+        return FamilyDrawer(self, parts, predict)
 
     def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
         """Return modelspec.* and, of a run, ss_* for the header of an export."""
@@ -145,8 +164,8 @@ LARGEST = 512  # px, where neither prompt nor training says a size (kohya)
 class FamilyDrawer:
     """Draw with the modules of parts (see contracts.Drawer)."""
 
-    def __init__(self, family: BaseFamily, parts: Parts) -> None:
-        self.family, self.parts = family, parts
+    def __init__(self, family: BaseFamily, parts: Parts, predict: Callable[[Inputs], Tensor] | None = None) -> None:
+        self.family, self.parts, self._predict = family, parts, predict
         self.scheduler: Any = family.scheduler()
         self.unit, self.walks = family.drawn_unit, family.shift.walks
 
@@ -203,6 +222,8 @@ class FamilyDrawer:
         times = (t.float() if t.dtype == torch.float64 else t).to(x.device)  # there are devices without fp64
         times = times.expand(len(x)) if t.ndim == 0 else times
         inputs = Inputs(x, times, conditions, target=x, weight=torch.ones(len(x), device=x.device))
+        if self._predict is not None:
+            return self._predict(inputs)
         return self.family.forward(self.parts.root, inputs)[0].float()
 
     @torch.no_grad()

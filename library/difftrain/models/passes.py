@@ -82,27 +82,55 @@ def blocks_of(family: BlockLists, net: nn.Module) -> Iterator[tuple[str, nn.Modu
         yield from ((f"{member}.{name}", block) for name, block in net.get_submodule(member).named_children())
 
 
+@dataclass(frozen=True)
+class Underway:
+    """A pass between two blocks. waiting: image tokens that pass blocks by; text_after, image_after: as PassOutputs has them."""
+
+    tokens: Tokens
+    waiting: Tensor | None = None
+    text_after: dict[int, Tensor] = field(default_factory=dict)
+    image_after: dict[int, Tensor] = field(default_factory=dict)
+
+
 def run(
     family: Blocks, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: PassPlan = _PLAIN
 ) -> PassOutputs:
     """Predict. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
-    tokens = family.enter(net, x_t, t, conditions)
-    text_after = {0: tokens.text} if 0 in plan.text and tokens.text is not None else {}
-    image_after: dict[int, Tensor] = {}
-    kept, waiting = plan.kept, tokens.image
+    underway = entered(family.enter(net, x_t, t, conditions), plan)
     for number, (_, block) in enumerate(blocks_of(family, net), start=1):
-        if kept is not None and number == kept.span.first:
-            waiting, tokens = tokens.image, replace(tokens, image=chosen(tokens.image, kept.places))
-        tokens = through(family, net, block, tokens)
-        if kept is not None and number == kept.span.last:
-            tokens = replace(tokens, image=returned(waiting, kept.places, tokens.image))
-        if number in plan.text and tokens.text is not None:
-            text_after[number] = tokens.text
-        if number in plan.taps:
-            image_after[number] = tokens.image
-    if kept is not None and kept.span.last is None:
+        underway = passed(family, net, number, block, underway, plan)
+    return left(family, net, underway, plan)
+
+
+def entered(tokens: Tokens, plan: PassPlan) -> Underway:
+    """Begin a pass with the tokens that enter the first block."""
+    return Underway(tokens, text_after={0: tokens.text} if 0 in plan.text and tokens.text is not None else {})
+
+
+def passed(family: Blocks, net: Any, number: int, block: nn.Module, underway: Underway, plan: PassPlan) -> Underway:
+    """Run block `number`, counted from 1."""
+    tokens, kept, waiting = underway.tokens, plan.kept, underway.waiting
+    if kept is not None and number == kept.span.first:
+        # those that are masked for good are waited for by nobody
+        waiting = None if kept.span.last is None else tokens.image
+        tokens = replace(tokens, image=chosen(tokens.image, kept.places))
+    tokens = through(family, net, block, tokens)
+    if kept is not None and number == kept.span.last and waiting is not None:
+        tokens, waiting = replace(tokens, image=returned(waiting, kept.places, tokens.image)), None
+    text_after, image_after = underway.text_after, underway.image_after
+    if number in plan.text and tokens.text is not None:
+        text_after = {**text_after, number: tokens.text}
+    if number in plan.taps:
+        image_after = {**image_after, number: tokens.image}
+    return Underway(tokens, waiting, text_after, image_after)
+
+
+def left(family: Blocks, net: Any, underway: Underway, plan: PassPlan) -> PassOutputs:
+    """End a pass behind the last block."""
+    tokens = underway.tokens
+    if plan.kept is not None and plan.kept.span.last is None:
         tokens = replace(tokens, size=(tokens.image.shape[1], 1))
-    return PassOutputs(family.leave(net, tokens), text_after, image_after)
+    return PassOutputs(family.leave(net, tokens), underway.text_after, underway.image_after)
 
 
 def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Tokens:
@@ -116,14 +144,6 @@ def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Token
 
     image, text = net._gradient_checkpointing_func(again, tokens.image, tokens.text, tokens.temb)
     return replace(tokens, image=image, text=text)
-
-
-def stage(family: Blocks, net: Any, tokens: Tokens, first: int, last: int) -> Tokens:
-    """Run the blocks first to last, counted from 1: a slice of the same list that `run` goes through."""
-    for number, (_, block) in enumerate(blocks_of(family, net), start=1):
-        if first <= number <= last:
-            tokens = through(family, net, block, tokens)
-    return tokens
 
 
 # ------------------------------------------------------------------ latents as tokens

@@ -85,7 +85,10 @@ class DenoiserRoot(nn.Module):
         is a projector, last: what it makes of the tokens to be aligned, (B, N, E), or a 0 that depends on its weights.
         """
         plan, conditions = self.plan(conditions.get(KEEP), align=align), self.text(conditions)
-        out = self.family.denoise(self.denoiser, x_t, timestep, conditions, plan)
+        return self.outputs(self.family.denoise(self.denoiser, x_t, timestep, conditions, plan), align=align)
+
+    def outputs(self, out: passes.PassOutputs, *, align: bool) -> tuple[Tensor, ...]:
+        """Turn what a pass makes into what `forward` returns."""
         made = [out.velocity]
         if self.target_layer is not None:
             made += [out.text_after[self.num_blocks], out.text_after[self.target_layer].detach()]

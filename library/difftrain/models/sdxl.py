@@ -15,7 +15,6 @@ import torch
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Group, Parts
-from difftrain.models import passes
 from difftrain.models.facts import Agree, OneFile, Text
 from difftrain.models.unet import IGNORED, LATENT_CHANNELS, NEEDED, UNET_PREFIX, VAE_PREFIX, UNetFamily
 from difftrain.models.weights import keys
@@ -99,14 +98,11 @@ class SDXLFamily(UNetFamily):
         own, corner = torch.tensor(size_hw).repeat(count, 1), torch.zeros((count, 2), dtype=torch.int64)
         return dict(zip(SIZE_FEATURES, (own, corner, own), strict=True))
 
-    def denoise(
-        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
-    ) -> passes.PassOutputs:
-        """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,), hidden_1 (B, L, D1), hidden_2 (B, L, D2)."""
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return the states of both text encoders side by side; beside them a vector of the second, and the sizes."""
         first, second = conditions["hidden_1"], conditions["hidden_2"]
         hidden = torch.cat([first, second.to(first.dtype)], dim=-1)
-        added = {"text_embeds": conditions["pooled"], "time_ids": conditions["time_ids"]}
-        return passes.PassOutputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
+        return hidden, {"text_embeds": conditions["pooled"], "time_ids": conditions["time_ids"]}
 
     # ------------------------------------------------------------------ rates, checks
 

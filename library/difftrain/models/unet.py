@@ -12,11 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Bucket, Fault, Parts
+from difftrain.contracts import Batch, Bucket, Carry, Fault, Inputs, Parts
 from difftrain.models import flops, passes
 from difftrain.models.facts import Agree, Sizes, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.objective.ddpm import DdpmObjective
+from difftrain.models.stages import Owners
 from difftrain.models.text.clip_tokens import CHUNK, ClipTokenize, chunks_of
 from difftrain.models.weights import keys
 
@@ -98,6 +99,21 @@ class UNetFamily(DdpmObjective, ModelFamily):
         latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
         chunks = chunks_of(self.cfg.model.max_token_length)
         return flops.unet_step_flops(self.source.sizes, self.texts, latent, num_chunks=chunks, trained=self.rates)
+
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return what the UNet reads across, (B, L, D), and what is added to its time embedding, by diffusers' names."""
+        raise NotImplementedError
+
+    def denoise(
+        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
+    ) -> passes.PassOutputs:
+        """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,)."""
+        hidden, added = self.unet_conditions(conditions)
+        return passes.PassOutputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
+
+    def chain(self, root: nn.Module) -> UNetChain:  # type: ignore[override]
+        """Return the pass of a root as a row of the UNet's blocks, for a pipeline."""
+        return UNetChain(root, self)
 
     # ------------------------------------------------------------------ captions
 
@@ -215,8 +231,74 @@ class OneEncoderFamily(UNetFamily):
         """Return which state is read: the norm stands behind any of them, and the output is the last one's."""
         return "last" if self.clip_skip == 1 else -self.clip_skip
 
-    def denoise(
-        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
-    ) -> passes.PassOutputs:
-        """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,), hidden_1 (B, L, D)."""
-        return passes.PassOutputs(net(x_t, t, conditions["hidden_1"], return_dict=False)[0])
+    def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return the states of the text encoder, and nothing beside them."""
+        return conditions["hidden_1"], None
+
+
+# --- A UNet as a row of its down, mid and up blocks: residuals of the way down go along until the way up takes them
+
+
+_SAMPLE, _EMB, _HIDDEN, _SKIP = "sample", "emb", "hidden", "skip."
+
+
+class UNetChain:
+    """The blocks of a UNet (see contracts.Chain), as UNet2DConditionModel.forward runs them. Layout: the latents' (h, w)."""
+
+    def __init__(self, root: Any, family: UNetFamily) -> None:
+        self._root, self._family = root, family
+        unet = root.denoiser
+        self._blocks = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
+        self._blocks += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
+        self._pushes = [len(block.resnets) + len(block.downsamplers or []) for block in unet.down_blocks]
+        self._takes = [len(block.resnets) for block in unet.up_blocks]
+        self.units = [f"{root.part}.{name}" for name in self._blocks]
+        self.owner = Owners(root, self.units, r"conv_norm_out\b|conv_out\b")
+
+    def kind(self, batch: Batch) -> Any:
+        """Say nothing beside the shapes."""
+        return None
+
+    def enter(self, inputs: Inputs) -> tuple[Carry, tuple[int, int]]:
+        """Run the text encoders that are trained, the embedding of the time and the first convolution."""
+        root, unet = self._root, self._root.denoiser
+        hidden, added = self._family.unet_conditions(root.text(inputs.conditions))
+        emb = unet.time_embedding(unet.get_time_embed(sample=inputs.x_t, timestep=inputs.timestep))
+        extra = unet.get_aug_embed(emb=emb, encoder_hidden_states=hidden, added_cond_kwargs=added)
+        emb = emb if extra is None else emb + extra
+        sample = unet.conv_in(inputs.x_t)
+        height, width = inputs.x_t.shape[-2:]
+        return {_SAMPLE: sample, _EMB: emb, _HIDDEN: hidden, f"{_SKIP}0": sample}, (height, width)
+
+    def names(self, layout: tuple[int, int], number: int) -> list[str]:
+        """Name what arrives at unit `number`."""
+        downs = len(self._pushes)
+        kept = 1 + sum(self._pushes[: min(number, downs)]) - sum(self._takes[: max(0, number - downs - 1)])
+        return [_SAMPLE, _EMB, _HIDDEN, *(f"{_SKIP}{i}" for i in range(kept))]
+
+    def unit(self, number: int, carry: Carry, layout: tuple[int, int]) -> Carry:
+        """Run block `number`, counted from 0."""
+        unet, level = self._root.denoiser, number - len(self._pushes) - 1
+        block = unet.get_submodule(self._blocks[number])
+        sample, emb, hidden = carry[_SAMPLE], carry[_EMB], carry[_HIDDEN]
+        skips = [carry[f"{_SKIP}{i}"] for i in range(len(carry) - 3)]
+        cross = {"encoder_hidden_states": hidden} if getattr(block, "has_cross_attention", False) else {}
+        if level < -1:
+            sample, residuals = block(hidden_states=sample, temb=emb, **cross)
+            skips += residuals
+        elif level == -1:
+            sample = block(sample, emb, **cross)
+        else:
+            taken, skips = skips[-self._takes[level] :], skips[: -self._takes[level]]
+            # sides that do not halve evenly are brought back to the residual's own
+            odd = any(side % 2**unet.num_upsamplers for side in layout)
+            size = tuple(skips[-1].shape[2:]) if odd and level < len(self._takes) - 1 else None
+            sample = block(
+                hidden_states=sample, temb=emb, res_hidden_states_tuple=tuple(taken), upsample_size=size, **cross
+            )
+        return {_SAMPLE: sample, _EMB: emb, _HIDDEN: hidden, **{f"{_SKIP}{i}": skip for i, skip in enumerate(skips)}}
+
+    def leave(self, carry: Carry, layout: tuple[int, int]) -> tuple[Tensor, ...]:
+        """Turn what left the last block into noise or velocity."""
+        unet = self._root.denoiser
+        return (unet.conv_out(unet.conv_act(unet.conv_norm_out(carry[_SAMPLE]))),)

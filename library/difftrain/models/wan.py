@@ -33,6 +33,7 @@ class Wan(ModelFamily):
     blocks = ("blocks",)
     shift = Shift(3.0, walks=False)  # of 480p; 720p is drawn with 5
     zero = r"^proj_out\."
+    leaving = r"norm_out\b|proj_out\b|scale_shift_table$"
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),

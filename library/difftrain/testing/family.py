@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from difftrain.contracts import Batch, Bucket, DrawSpec, Encoder, FeatureSpec, Group, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, Carry, DrawSpec, Encoder, FeatureSpec, Group, Inputs, Parts
 
 CHANNELS, SIDE = 3, 4
 _STEPS = 1000
@@ -58,6 +58,46 @@ class TinyRoot(nn.Module):
         return self.last(hidden).unflatten(1, x_t.shape[1:])
 
 
+class TinyChain:
+    """The blocks of a TinyRoot (see contracts.Chain). Layout: the shape of a picture."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.units = [f"blocks.{i}" for i in range(len(root.blocks))]
+
+    def owner(self, name: str) -> int:
+        """Return the block of a weight; running statistics are used behind all of them."""
+        kind, _, inner = name.partition(".")
+        return {"first": -1, "blocks": int(inner.partition(".")[0]) if kind == "blocks" else 0}.get(
+            kind, len(self.units)
+        )
+
+    def kind(self, batch: Batch) -> Any:
+        """Say nothing beside the shapes."""
+        return None
+
+    def enter(self, inputs: Inputs) -> tuple[Carry, tuple[int, ...]]:
+        """Run the first layer."""
+        time = inputs.timestep[:, None].to(inputs.x_t.dtype) / _STEPS
+        hidden = self._root.first(torch.cat([inputs.x_t.flatten(1), time], 1))
+        return {"hidden": hidden}, tuple(inputs.x_t.shape[1:])
+
+    def names(self, layout: tuple[int, ...], number: int) -> list[str]:
+        """Name what goes from block to block."""
+        return ["hidden"]
+
+    def unit(self, number: int, carry: Carry, layout: tuple[int, ...]) -> Carry:
+        """Run a block."""
+        return {"hidden": carry["hidden"] + self._root.blocks[number](carry["hidden"])}
+
+    def leave(self, carry: Carry, layout: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Run the last layer."""
+        hidden = carry["hidden"]
+        if self._root.statistics is not None:
+            hidden = self._root.statistics(hidden)
+        return (self._root.last(hidden).unflatten(1, layout),)
+
+
 class TinyFamily:
     """Learn to undo noise on small pictures; options are TinyRoot's, and terms: how many loss terms there are."""
 
@@ -93,6 +133,10 @@ class TinyFamily:
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks."""
         return [(f"blocks.{i}", block) for i, block in enumerate(parts.root.blocks)]  # type: ignore[arg-type]
+
+    def chain(self, root: nn.Module) -> TinyChain:
+        """Return the blocks as a row that can be cut."""
+        return TinyChain(root)
 
     def repeated(self, parts: Parts) -> list[nn.Module]:
         """List the same blocks, for compiling."""
@@ -135,7 +179,7 @@ class TinyFamily:
         save_file(dict(weights), path)
         return path
 
-    def drawer(self, parts: Parts) -> Any:
+    def drawer(self, parts: Parts, predict: Callable[[Inputs], Tensor] | None = None) -> Any:
         """There is nothing to draw."""
         raise NotImplementedError("a tiny family draws no pictures")
 

@@ -16,10 +16,17 @@ _TIMEOUT_S = 60.0
 class _Meeting:
     size: int
     box: list[Any] = field(default_factory=list)
+    others: dict[int, _Meeting] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.box = [None] * self.size
         self.gate = threading.Barrier(self.size, timeout=_TIMEOUT_S)
+        self.lock = threading.Lock()
+
+    def other(self, number: int) -> _Meeting:
+        """Return the n-th meeting of the same ranks beside this one."""
+        with self.lock:
+            return self.others.setdefault(number, _Meeting(self.size))
 
 
 class ThreadRanks:
@@ -29,6 +36,7 @@ class ThreadRanks:
         self._meeting = meeting
         self.rank, self.size = rank, meeting.size
         self.local_rank, self.local_size = rank % local_size, local_size
+        self._beside = 0
 
     @property
     def is_logger(self) -> bool:
@@ -39,6 +47,11 @@ class ThreadRanks:
     def leads_node(self) -> bool:
         """Tell whether this rank is the first of its machine."""
         return self.local_rank == 0
+
+    def beside(self) -> ThreadRanks:
+        """Return the same ranks as they meet in other threads."""
+        self._beside += 1
+        return ThreadRanks(self._meeting.other(self._beside), self.rank, self.local_size)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on every rank."""

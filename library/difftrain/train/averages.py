@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
 from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
+from difftrain.engine.snapshot import HostBuffers, write_safetensors
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -134,16 +134,29 @@ class Averages:
 
     # --- checkpoints
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
-        written = []
+    def snapshot(self, buffers: HostBuffers | None = None) -> Callable[[Path], list[Path]]:
+        """Return what writes this rank's share of all averages into a checkpoint: those of whole weights are the first rank's.
+
+        buffers: what holds copies of them as they are now; None: it writes them as they are when it is called.
+        """
         moving: list[tuple[str, Ema | PowerEma]] = [(PLAIN, self.ema)] if self.ema is not None else []
+        files = []
         for kind, average in (*moving, *self._by_width()):
             file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
-            if file is not None:
-                written.append(folder / file.name)
-                save_file(dict(file.tensors), written[-1], metadata=dict(file.metadata))
-        return written
+            if file is None:
+                continue
+            tensors = dict(file.tensors)
+            if buffers is not None:
+                copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
+                tensors = dict(zip(tensors, copies.values()))
+            files.append((file.name, tensors, dict(file.metadata)))
+
+        def write(folder: Path) -> list[Path]:
+            for name, tensors, metadata in files:
+                write_safetensors(folder / name, tensors, metadata)
+            return [folder / name for name, _, _ in files]
+
+        return write
 
     def _by_width(self) -> list[tuple[str, PowerEma]]:
         return [(POWER.format(width=ema.width), ema) for ema in self.profiles]
@@ -186,8 +199,11 @@ class Averages:
     def _load(self, average: Average, reader: CheckpointReader) -> None:
         """Take of every average what this rank holds of its weight. Raises KeyError or ValueError where they differ."""
         shards = {name: (extent, tuple(shard.shape)) for name, shard, extent in self.engine.shards()}
+        trained = self.engine.trained_shapes()
 
-        def wanted(name: str, shape: Shape) -> FlatRange:
+        def wanted(name: str, shape: Shape) -> FlatRange | None:
+            if name in trained and name not in shards:
+                return None  # another rank's
             extent, own = shards.get(name, (Extent(shape, 0), shape))
             if extent.shape != shape:
                 raise ValueError(f"average of {name}: shape {shape}, not {extent.shape}")
@@ -205,7 +221,7 @@ class Averages:
         if self.snapshots_at == step:  # the export at the end of a run may follow one of its last step
             return
         dtype = SNAPSHOT_DTYPES[self.section.snapshot_precision]
-        shapes = {name: (dtype, extent.shape) for name, _, extent in self.engine.shards()}
+        shapes = {name: (dtype, shape) for name, shape in self.engine.trained_shapes().items()}
         run = f"{identity['config_digest']} {identity['seed']}" if self.profiles else ""
 
         def store(ema: PowerEma) -> None:

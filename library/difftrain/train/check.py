@@ -17,6 +17,7 @@ from difftrain.data.media.decoders import HOST
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.sources import own_class
 from difftrain.device import Device, fp8, jpeg
+from difftrain.engine.partition import Cut
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
@@ -81,6 +82,8 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, full:
         full = full or not is_here
         parts = attempt(lambda: family.load(meta=True, deferred=() if full else deferred_parts(cfg, family))) or parts
         attempt(lambda: check_sides(cfg, family))
+        if cfg.training.pipeline_stages > 1 and any(True for _ in parts.root.parameters()):
+            attempt(lambda: Cut.of(cfg, family.chain(parts.root), parts.root))
     if is_here:
         attempt(lambda: family.tokenizer(parts))
     if faults:

@@ -90,19 +90,24 @@ class Drawing:
         self.draw(at)
 
     def draw(self, at: Position) -> None:
-        """Draw from the weights as they stand, on the logger rank, while the others wait at the next step.
+        """Draw from the weights as they stand, on the first replica, while the others wait at the next step.
 
-        Where a forward takes all ranks, all draw the same, and the logger alone writes.
+        Where a forward takes all ranks, all draw the same, and the logger alone writes; of a pipeline the rank that leads
+        draws, and the others answer its calls.
         """
         if not self._prompts:
             return
-        draws = self._ranks.is_logger or self._model.engine.all_forward
+        engine = self._model.engine
+        draws = engine.dp_rank == 0 or engine.all_forward
         with heartbeat(self._ranks, draws):
-            if draws:
+            if draws and engine.leads:
                 self._draw_here(at)
+            elif draws:
+                with self._model.averages.drawable()[0], engine.led():
+                    pass  # the rank that leads has drawn
 
     def _draw_here(self, at: Position) -> None:
-        cfg, parts = self._cfg, self._model.parts
+        cfg, parts, engine = self._cfg, self._model.parts, self._model.engine
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
         if (
             self._ranks.is_logger and (cfg.output_dir / FOLDER).is_file()
@@ -114,10 +119,11 @@ class Drawing:
             during(SAMPLING),
             weights,
             on_device(parts, self._device),
-            self._model.engine.drawing(),
+            engine.drawing(),
             self._device.autocast(cfg.training.mixed_precision),
+            engine.led() as predict,
         ):
-            drawer = self._model.family.drawer(parts)
+            drawer = self._model.family.drawer(parts, predict)
             if not self._ranks.is_logger:
                 draw_pictures(drawer, self._prompts, sampler=sampler_of(cfg), seed=cfg.training.seed)
                 return

@@ -140,7 +140,7 @@ class Evaluating:
     def _as_drawn(self, eval_set: EvaluationSet, step: int) -> dict[str, Any]:
         """Return the mean loss under averaged weights, at the timesteps that training would draw."""
         with self._model.averages.averaged():
-            result = validate(self._model.engine, self._batches(eval_set), gather=self._ranks.gather)
+            result = validate(self._model.engine, self._batches(eval_set), gather=self._gather)
         log.info("validation at step %d: loss %.6f over %d records", step, result.loss, result.samples)
         return result.record()
 
@@ -164,7 +164,11 @@ class Evaluating:
 
     def _at_quantiles(self, eval_set: EvaluationSet) -> list[dict[str, Any]]:
         draws = self._model.family.features.draws
-        return quantile_losses(self._model.engine, self._batches(eval_set), draws, gather=self._ranks.gather)
+        return quantile_losses(self._model.engine, self._batches(eval_set), draws, gather=self._gather)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return every replica's value: its other ranks, if it has several, have the same."""
+        return self._ranks.gather(value)[: self._model.engine.dp_size]
 
     def _batches(self, eval_set: EvaluationSet) -> Iterator[Batch]:
         """Load this rank's batches, and bring them to the device once for all looks at them."""

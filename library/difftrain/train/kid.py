@@ -115,19 +115,25 @@ class DrawnPictures:
 
     def _work(self, eval_set: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
         """Yield the features of what this rank draws, by the number of the lot."""
+        section, family, parts = self._cfg.eval, self._model.family, self._model.parts
+        engine = self._model.engine
+        if not engine.leads:
+            self._lots.setdefault(eval_set.name, {})
+            with self._model.averages.drawable()[0], engine.led():
+                return  # the rank that leads has drawn
         if self._network is None:
             self._network = EffLite0(self._device.torch_device)
-        section, family, parts = self._cfg.eval, self._model.family, self._model.parts
         with (
             self._model.averages.drawable()[0],
             on_device(parts, self._device),
             self._device.autocast(self._cfg.training.mixed_precision),
+            engine.led() as predict,
         ):
             # --- the lots of this rank, once: pictures and captions that are compared
-            drawer = family.drawer(parts)
+            drawer = family.drawer(parts, predict)
             if eval_set.name not in self._lots:
                 numbered = enumerate(chosen(eval_set.data, section.kid_pictures, eval_set.cfg.batch_sizes))
-                mine = [(n, *lot) for n, lot in numbered if n % self._ranks.size == self._ranks.rank]
+                mine = [(n, *lot) for n, lot in numbered if n % engine.dp_size == engine.dp_rank]
                 self._lots[eval_set.name] = dict(self._looked_at(eval_set, mine, drawer))
 
             # --- drawn from the same noise every time

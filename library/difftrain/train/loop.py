@@ -12,7 +12,7 @@ from difftrain.train.diagnosis.out_of_memory import in_step
 from difftrain.train.meter import Meter
 from difftrain.train.saving import Saving
 from difftrain.train.state import Hook, Position, Run
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, STOP, Requests
+from difftrain.train.triggers import EXPORT, NOTHING, PERIODIC, QUIT, SAMPLE, STOP, Requests
 
 log = logging.getLogger("difftrain")
 
@@ -81,7 +81,7 @@ def _steps(
         if request == SAMPLE:
             saving.sampled()
             draw(at)
-        elif request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT)):
+        elif request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT), wait=request != PERIODIC):
             log.error(
                 "the requested save failed; a resume continues from the newest checkpoint before it%s",
                 ". The run continues without stopping: free some space, and request it again"

@@ -18,6 +18,7 @@ from difftrain import optim
 from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
 from difftrain.config.reads import recorded, refuse_unread
+from difftrain.config.rules.pipeline import processes_fault
 from difftrain.config.schema.sections import CacheSection
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
@@ -108,6 +109,8 @@ def _run(
     cfg: TrainConfig, argv: list[str], explicit: Mapping[str, str], reads: set[str], recording: ExitStack
 ) -> int:  # fmt: skip
     launch = Launch.from_environment()
+    if not cfg.cache.only and (wrong := processes_fault(cfg, launch.size)):
+        raise ConfigFault([Fault(option("training.pipeline_stages"), *wrong)])
     if cfg.sample.test_only:
         cfg = cfg.model_copy(update={"cache": CacheSection()})  # no batch is made, so there is nothing to be cached
     fetches = remote_refs(
@@ -175,6 +178,7 @@ def _run(
         step = this.progress.step
         notices.send("started", f"training begins{f' after step {step}' if step else ''}", step=step)
         SIGNS.now("finishing the run")  # once the steps are done
+        stack.enter_context(saving.checkpoints.kept_on_errors())
         with SIGNS.doing(outputs.progress):
             is_done = train(this, batches_of(this), hooks, meter, saving, requests, drawing.draw_now)
         if not is_done:

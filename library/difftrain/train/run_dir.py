@@ -177,10 +177,10 @@ def _look(cfg: TrainConfig, base: Path, ranks: int, ask: Ask) -> _Choice:
     resume = None if cfg.hub.resume else cfg.save.resume
     if resume is None:
         if cfg.save.resume is None and not cfg.sample.test_only:
-            _name_unfinished(base, digest(cfg, ranks), ask)
+            _name_unfinished(base, digest(cfg, cfg.replicas(ranks)), ask)
         return _new(cfg.save.resume)
     if resume == AUTO:
-        choice = _of_auto(base, digest(cfg, ranks), ask)
+        choice = _of_auto(base, digest(cfg, cfg.replicas(ranks)), ask)
     elif resume == LATEST:
         choice = _latest(base, ask)
     elif resume.isdecimal():

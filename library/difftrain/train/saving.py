@@ -11,7 +11,6 @@ a pipeline in the run's folder itself.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -32,9 +31,9 @@ from difftrain.distributed.collective import heartbeat, run_on
 from difftrain.io.files import aside_of, fsync_folder, link_or_copy, size_of
 from difftrain.models.weights.folder_export import inside, new_folder
 from difftrain.report.notices import Notices
-from difftrain.train.meter import Meter, checkpoint_bytes
-from difftrain.train.run_dir import how_to_go_on
-from difftrain.train.state import PROGRESS_FILE, Due, Position, TrainedModel
+from difftrain.train.checkpoints import Checkpoints
+from difftrain.train.meter import Meter
+from difftrain.train.state import Due, Position, TrainedModel
 from difftrain.train.streams import Weights, all_tried, to_the_end
 from difftrain.train.triggers import NOTHING, ControlFiles
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from difftrain.report.clock import Clock
 
 log = logging.getLogger("difftrain")
-CLOCK_FILE = "clock.json"
 DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -68,11 +66,13 @@ class Saving:
         epochs: of the whole run, those that are begun by the last step counted.
         """
         self._cfg, self._model, self._ranks, self._clock = cfg, model, ranks, clock
-        self._claim, self._meter, self.exports, self._meta = claim, meter, exports, meta
+        self._claim, self.exports = claim, exports
+        self.checkpoints = Checkpoints(
+            cfg, model, ranks, clock, claim, meter, exports.uploads, exports.notices, meta, self._time_begins
+        )
 
         # what is due, and what was done
         save = cfg.save
-        self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self._exported_at = -1
         self._names = checkpoint.naming_of(save)
         self._numbered = isinstance(self._names, Own)  # a checkpoint is called by its step alone
@@ -80,13 +80,30 @@ class Saving:
         self._due = Due(save.every_n_steps, None, save.every_n_examples, at_end=False)
         self._state_due = Due(save.checkpoint_every_n_steps, None, at_end=False)
         self._watch: ControlFiles | None = None
-        self.failed = 0  # saves that were not written
-        self.written = 0  # saves that were, checkpoints and exports
-        self.newest: Path | None = None  # the last checkpoint that this session has committed
-        self._size = 0  # of it, in bytes, on this rank's disk
+        self._failed_exports = self._written_exports = 0
         self.every_n_epochs = save.every_n_epochs
         if save.n_epoch_ratio:
             self.every_n_epochs = max(1, (cfg.training.max_epochs or epochs) // save.n_epoch_ratio)
+
+        # whether checkpoints come again and again
+        due = [save.checkpoint_every_n_steps, save.checkpoint_every_n_epochs, save.checkpoint_every_n_minutes]
+        due += [save.every_n_steps, save.every_n_examples, self.every_n_epochs] if save.state else []
+        self._recurs = any(due)
+
+    @property
+    def newest(self) -> Path | None:
+        """Return the last checkpoint that this session has committed."""
+        return self.checkpoints.newest
+
+    @property
+    def failed(self) -> int:
+        """Count the saves that were not written."""
+        return self._failed_exports + self.checkpoints.failed
+
+    @property
+    def written(self) -> int:
+        """Count those that were, checkpoints and exports."""
+        return self._written_exports + self.checkpoints.written
 
     def before_training(self, at: Position) -> None:
         """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""
@@ -106,38 +123,45 @@ class Saving:
     def after_step(self, at: Position) -> None:
         """Save where a step, a number of examples or an epoch is due; under kohya's names the last epoch is the end's."""
         save, epoch = self._cfg.save, at.epoch_end
+        self.checkpoints.settle(wait=False)
+        self.checkpoints.reserve(due=self._recurs)
         if self._due(at):
             self._save(at, SaveName("step", at.step), state=save.state)
-        if self._state_due(at) and self._saved_at != at.step:
-            self._checkpoint(at, SaveName("step", at.step))
+        if self._state_due(at) and not self.checkpoints.has(at):
+            self.checkpoints.write(at, SaveName("step", at.step))
         if not epoch:
             return
         if self.every_n_epochs and epoch % self.every_n_epochs == 0 and (at.steps_left or self._by_step):
             self._save(at, SaveName("epoch", epoch), state=save.state)
         due = save.checkpoint_every_n_epochs and epoch % save.checkpoint_every_n_epochs == 0
-        if due and self._saved_at != at.step:
-            self._checkpoint(at, SaveName("epoch", epoch))
+        if due and not self.checkpoints.has(at):
+            self.checkpoints.write(at, SaveName("epoch", epoch))
 
-    def save_now(self, at: Position, *, export: bool = False) -> bool:
+    def save_now(self, at: Position, *, export: bool = False, wait: bool = True) -> bool:
         """Write a checkpoint because somebody asked for one, unless this very step has one; return whether there is one.
 
-        export: weights for inference as well.
+        export: weights for inference as well. wait: until it is complete, as one in the background is not yet.
         """
         name = SaveName("step", at.step)
-        if self._saved_at != at.step:
-            self._checkpoint(at, name)
+        if wait:
+            self.checkpoints.settle(wait=True)
+        if not self.checkpoints.has(at):
+            self.checkpoints.write(at, name, wait=wait)
         if export and self._exported_at != at.step:
             self._save(at, name, state=False)
-        return self._saved_at == at.step
+        return self.checkpoints.has(at)
 
     def after_training(self, at: Position) -> None:
         """Write what a finished run leaves: the last export, and its checkpoint where asked for; by step, always both."""
         save, epoch = self._cfg.save, at.epoch_end if self._by_step else None
+        self.checkpoints.settle(wait=True)
         if not self._by_step:
-            if (save.state or save.state_on_train_end) and not (self._numbered and self._saved_at == at.step):
-                self._checkpoint(at, SaveName("end"), must=True)
-        elif self._saved_at != at.step:
-            self._checkpoint(at, SaveName("step", at.step), must=True)
+            if (save.state or save.state_on_train_end) and not (
+                self._numbered and self.checkpoints.saved_at == at.step
+            ):
+                self.checkpoints.write(at, SaveName("end"), must=True)
+        elif self.checkpoints.saved_at != at.step:
+            self.checkpoints.write(at, SaveName("step", at.step), must=True)
         if self._by_step and self._exported_at == at.step:
             return
         with self._clock.paused("saving"):
@@ -148,120 +172,30 @@ class Saving:
             self.exports.write((last if self._by_step else SaveName("end")).of(self._names), at.step)
 
     def _save(self, at: Position, save: SaveName, *, state: bool) -> None:
-        if state and not (self._numbered and self._saved_at == at.step):
-            self._checkpoint(at, save)
+        if state and not (self._numbered and self.checkpoints.has(at)):
+            self.checkpoints.write(at, save)
         failed, name = False, save.of(self._names)
         with self._clock.paused("saving"):
             try:
                 self.exports.write(name, at.step)
             except OSError as error:  # a full disk: training goes on, what was saved before stays
                 log.error("export %s was not written: %s; earlier ones are untouched", name, error)
-                self.failed += 1
+                self._failed_exports += 1
                 failed = True
             if self._ranks.any(failed):
                 self._model.averages.snapshots_at = None  # on every rank: storing them is work of all
             else:
                 self._exported_at = at.step
-                self.written += 1
-            self._retain(checkpoint.retain_exports, at)
-
-    def _checkpoint(self, at: Position, save: SaveName, *, must: bool = False) -> None:
-        """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
-        cfg, ranks = self._cfg, self._ranks
-        name = (SaveName("step", at.step) if self._numbered else save).of(self._names, state=True)
-        with self._clock.paused("saving"):
-            # --- every rank's part, and what is the run's alone; of a step that has a checkpoint, its files once more
-            self._claim.check()
-            progress = self._meter.update_progress()
-            began, same = time.monotonic(), self._same_step(at)
-            snapshot = None if same else self._model.engine.snapshot()
-            self._announce(name)
-
-            def write(folder: Path) -> list[Path]:
-                files = snapshot.write(folder) if snapshot is not None else []
-                files += self._model.averages.write(folder) if same is None else []
-                if ranks.is_logger:
-                    files += second_names(same, folder) if same is not None else []
-                    files.append(progress.write(folder))
-                    files.append(folder / CLOCK_FILE)
-                    files[-1].write_text(json.dumps(self._clock.state()))
-                return files
-
-            # --- commit it, or say why not
-            try:
-                path = checkpoint.commit(cfg.output_dir, name, write, ranks, self._meta(save.kind))
-            except checkpoint.SaveFault as error:
-                if must:
-                    how = f"fix that, then {how_to_go_on(cfg.save)} from the newest complete one"
-                    raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}; {how}") from error
-                log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
-                self._time_begins()  # else each step would try
-                self.failed += 1
-                return
-            self._saved_at, self.newest = at.step, path
-            self.written += 1
-            self._time_begins()
-
-            # --- tell of it, send it, and remove what it replaces
-            if ranks.is_logger:
-                self._size = sum(entry.size for entry in checkpoint.Manifest.read(path).files.values())
-                spent = time.monotonic() - began
-                shared = f", sharing the files of {same.name}" if same else ""
-                log.info(
-                    "checkpoint %s at step %d: %s in %.1f s%s",
-                    path.name,
-                    at.step,
-                    bytes_text(self._size),
-                    spent,
-                    shared,
-                )
-                self.exports.notices.send("saved", f"checkpoint {path.name}", step=at.step, checkpoint=path.name)
-            if cfg.hub.save_state:
-                self._send(path, at.step)
-            self._retain(checkpoint.retain_states, at)
-
-    def _announce(self, name: str) -> None:
-        """Say what is about to be written, since a large one takes minutes."""
-        if self._watch is not None:  # on the rank that looks after the folder
-            about = self._size or checkpoint_bytes(self._model)
-            log.info("saving checkpoint %s%s", name, f", about {bytes_text(about)}" if about else "")
-
-    def _same_step(self, at: Position) -> Path | None:
-        """Return the checkpoint that this session has of this very step, where one disk holds all of it. Every rank calls it."""
-        newest = self.newest
-        if newest is None or self._saved_at != at.step:
-            return None
-
-        def lends() -> bool:
-            try:
-                manifest = checkpoint.verify(newest, deep=False)
-            except checkpoint.Torn:
-                return False
-            return manifest.step == at.step and not manifest.spread
-
-        return newest if run_on(self._ranks, self._ranks.is_logger, lends) else None
-
-    def _retain(self, retain: Callable[..., object], at: Position) -> None:
-        """Remove what the flags do not keep, on the rank that owns the folder."""
-        with heartbeat(self._ranks, self._claim.owned):
-            if self._claim.owned:
-                out, uploads = self._cfg.output_dir, self.exports.uploads
-                retain(out, self._names, self._cfg.save, at.step, log.info, uploads.holds)
+                self._written_exports += 1
+            with heartbeat(self._ranks, self._claim.owned):
+                if self._claim.owned:
+                    out, in_use = self._cfg.output_dir, self.exports.uploads.holds
+                    checkpoint.retain_exports(out, self._names, self._cfg.save, at.step, log.info, in_use)
 
     def _time_begins(self) -> None:
         """Count the minutes to the next checkpoint from here."""
         if self._watch is not None:
             self._watch.saved()
-
-    def _send(self, path: Path, step: int) -> None:
-        """Send a checkpoint to the hub where all of it lies on this machine."""
-        with heartbeat(self._ranks, self._ranks.is_logger):
-            if not self._ranks.is_logger:
-                return
-            if checkpoint.Manifest.read(path).spread:
-                log.warning("%s is not uploaded to the hub: its parts are on the disks of several machines", path.name)
-            else:
-                self.exports.uploads.add(path, f"{path.name}, step {step}")
 
 
 class Exports:
@@ -393,14 +327,6 @@ def second_name(source: Path, target: Path) -> None:
         finally:
             aside.unlink(missing_ok=True)  # where the target had this name already, both stay
     fsync_folder(target.parent)
-
-
-def second_names(checkpoint_dir: Path, folder: Path) -> list[Path]:
-    """Give the files of a checkpoint second names in a folder, but for those that count time; return them. Raises OSError."""
-    names = checkpoint.Manifest.read(checkpoint_dir).files.keys() - {CLOCK_FILE, PROGRESS_FILE}
-    for name in sorted(names):
-        link_or_copy(checkpoint_dir / name, folder / name)
-    return [folder / name for name in sorted(names)]
 
 
 def layout_of(cfg: TrainConfig) -> str:

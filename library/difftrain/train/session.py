@@ -26,8 +26,8 @@ from difftrain.hub.fetch import fetch_state
 from difftrain.train import shared_checkpoint
 from difftrain.train.agreement import agree_on_data
 from difftrain.train.averages import SNAPSHOTS
+from difftrain.train.checkpoints import CLOCK_FILE
 from difftrain.train.run_dir import RESETS, Torchruns, launch_of, resume_option, wrote
-from difftrain.train.saving import CLOCK_FILE
 from difftrain.train.state import PROGRESS_FILE, Run, TrainProgress
 
 log = logging.getLogger("difftrain")
@@ -70,7 +70,7 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int, *, epochs_give
     entry point's: without it a run goes on with epochs as its checkpoint has them. Raises ConfigFault where the folder must not be written to.
     """
     out, resume = cfg.output_dir, fetch_state(cfg, ranks)
-    ours, names = digest(cfg, ranks.size), checkpoint.naming_of(cfg.save)
+    ours, names = digest(cfg, cfg.replicas(ranks.size)), checkpoint.naming_of(cfg.save)
     with checkpoint.claim_together(out, ours, ranks, log.info) as claim:
         # what a killed session left half written goes
         if claim.owned:
@@ -135,7 +135,7 @@ def _chosen(
         inside = Path(resume).resolve().parent == cfg.output_dir.resolve()
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
-        parted = differences(without_empty(state.record.identity), config_identity(cfg, ranks.size))
+        parted = differences(without_empty(state.record.identity), config_identity(cfg, cfg.replicas(ranks.size)))
         if not parted:
             return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
@@ -185,7 +185,7 @@ def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks, before: Ru
         seed=seed,
         output_name=cfg.save.output_name,
         total_steps=cfg.training.max_steps,
-        identity=config_identity(cfg, ranks.size),
+        identity=config_identity(cfg, cfg.replicas(ranks.size)),
         naming=cfg.save.naming,
     )
     return new if before is None else replace(new, started=before.started, sessions=before.sessions, hub=before.hub)
@@ -233,7 +233,7 @@ def identity_of(
         "global_batch": plan.describe()["global_batch"],
         "plan": plan.describe(),
         "plan_digest": plan.digest,
-        "config_digest": digest(cfg, ranks.size),
+        "config_digest": digest(cfg, cfg.replicas(ranks.size)),
         "world_size": ranks.size,
         "threads": threads,
         **({"held": parts.base_fingerprints} if parts.base_fingerprints else {}),

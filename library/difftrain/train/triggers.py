@@ -14,9 +14,9 @@ log = logging.getLogger("difftrain")
 IMPATIENT_S = 5.0
 LOOK_S = 0.5  # between two looks at files: the folder may be far away
 PREEMPTED = 75  # exit code of a run that a notice file ended: EX_TEMPFAIL of sysexits.h, "try again later"
-# ordered: over the ranks the largest request wins. Of samples; of a checkpoint; with an export; with one, and to end; and
-# to end
-NOTHING, SAMPLE, SAVE, EXPORT, QUIT, STOP = range(6)
+# ordered: over the ranks the largest request wins. Of samples; of a checkpoint, since it is time; of one that is waited for;
+# with an export; with one, and to end; and to end
+NOTHING, SAMPLE, PERIODIC, SAVE, EXPORT, QUIT, STOP = range(7)
 
 
 class NoticeFile:
@@ -145,7 +145,7 @@ class ControlFiles:
         """Return what is asked for now; a file that asks is removed."""
         now = self._now()
         due = self._period_s is not None and now - self._saved_at >= self._period_s
-        wishes = [SAVE] if due else []
+        wishes = [PERIODIC] if due else []
         if self._folder is not None and now - self._looked_at >= LOOK_S:
             self._looked_at = now
             wishes += [wish for name, wish in FILES.items() if self._taken(self._folder / name)]

@@ -136,7 +136,7 @@ def test_an_average_goes_on_with_what_it_has_taken_in(tmp_path: Path) -> None:
     for step in range(5):
         averages.update(step)
     assert averages.ema.updates == 2 and averages.ema.start_share == pytest.approx(0.99**2)
-    averages.write(tmp_path)
+    averages.snapshot()(tmp_path)
     again = averages_of(value=7.0, update_every=2)
     again.load(tmp_path, RANKS, 5)
     assert again.ema.updates == 2 and torch.equal(again.ema.weights["w"], torch.ones(2))
@@ -153,7 +153,7 @@ def test_an_average_begins_with_a_checkpoint_that_has_none(tmp_path: Path, caplo
         averages.load(tmp_path, RANKS, 500)
     assert re.search(rf"{tmp_path} .* no averaged .*step 500\b", caplog.text)
     assert torch.equal(averages.ema.weights["w"], torch.full((2,), 7.0)) and averages.ema.updates == 0
-    written = averages.write(tmp_path)
+    written = averages.snapshot()(tmp_path)
     averages.load(tmp_path, RANKS, 500)
     assert [path.name for path in written] == ["ema-00000.safetensors"]
     off = averages_of(enable=False)
@@ -168,6 +168,6 @@ def test_averages_by_width_are_asked_of_a_checkpoint_before_the_data(tmp_path: P
         require_profiles(cfg, tmp_path, RANKS)
     averages = averages_of(profiles=(0.05,))
     assert isinstance(averages.ema, Ema) and isinstance(averages.profiles[0], PowerEma)
-    averages.write(tmp_path)
+    averages.snapshot()(tmp_path)
     with pytest.raises(ConfigFault, match=rf"--ema_profiles.* {tmp_path} .* no average .* width 0\.2"):
         require_profiles(cfg, tmp_path, RANKS)

@@ -12,9 +12,10 @@ from refusals import names
 
 from difftrain.config.parse_flags import parse
 from difftrain.config.toml import load
-from difftrain.contracts import ConfigFault
+from difftrain.contracts import Bucket, ConfigFault
 from difftrain.device import choice
 from difftrain.models.registry import make_family
+from difftrain.models.step_memory import step_peak
 from difftrain.train.estimate import footprint
 from difftrain.train.estimate.dry_run import dry_run, scaled, time_line
 from difftrain.train.estimate.footprint import needs, state_bytes
@@ -189,6 +190,38 @@ def test_memory_of_gradients_that_are_freed_at_once(line: list[str]) -> None:
 )
 def test_state_of_an_optimizer_is_counted(line: list[str], flags: str, size: float) -> None:
     assert state_bytes(parse([*line, *flags.split()]).config) == size
+
+
+@pytest.mark.flags("engine", "shard_size", "fsdp_reduce")
+def test_fsdp_divides_weights_gradients_state_and_averages(line: list[str]) -> None:
+    def found(*flags: str, ranks: int = 4) -> dict[str, float]:
+        cfg = parse([*line, "--use_ema", *flags]).config
+        return {need.what: need.size for need in needs(cfg, make_family(cfg).load(meta=True), ranks)}
+
+    alone, four = found(ranks=1), found("--engine=fsdp")
+    shared = {"weights in fp32", "gradients", "optimizer state", "averaged weights"}
+    assert four.keys() == alone.keys() and shared < four.keys()  # no buckets of DistributedDataParallel
+    for what, size in four.items():
+        assert size == pytest.approx(alone[what] / (4 if what in shared else 1)), what
+    assert found("--engine=fsdp", "--shard_size=2")["optimizer state"] == alone["optimizer state"] / 2
+    accumulated = ("--engine=fsdp", "--gradient_accumulation_steps=2")
+    assert found(*accumulated)["gradients"] == alone["gradients"]  # whole until the last micro batch
+    assert found(*accumulated, "--fsdp_reduce=each")["gradients"] == four["gradients"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--mixed_precision=bf16",), ("--gradient_accumulation_steps=2",)])
+def test_a_step_of_fsdp_takes_less_than_one_of_ddp(
+    line: list[str], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "step_peak", step_peak)
+
+    def step(*more: str) -> int:
+        cfg = parse([*line, *flags, *more]).config
+        family = make_family(cfg)
+        return footprint.device_memory(cfg, family, family.load(meta=True), 4, Bucket(64, 64), 1).step
+
+    fsdp = ("--engine=fsdp", *(("--fsdp_reduce=each",) if "--gradient_accumulation_steps=2" in flags else ()))
+    assert 0 < step(*fsdp) < step()
 
 
 def test_flops_are_the_familys(line: list[str]) -> None:

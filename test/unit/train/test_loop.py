@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from difftrain.train import loop
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, SAVE, STOP, Requests
+from difftrain.train.triggers import EXPORT, NOTHING, PERIODIC, QUIT, SAMPLE, SAVE, STOP, Requests
 
 
 class Nothing:
@@ -33,7 +33,9 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
         ranks=SimpleNamespace(agree=lambda wanted: wanted, doing=lambda what: None), device=Nothing(), cfg=None,
     )  # fmt: skip
     saving: Any = SimpleNamespace(
-        requested=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
+        requested=lambda: next(wishes),
+        save_now=lambda at, export, wait: saved and wait is (wish != PERIODIC),
+        sampled=lambda: drawn("taken"),
     )
     monkeypatch.setattr(loop, "in_step", lambda *_: nullcontext())
     monkeypatch.setattr(loop, "check_encoders", lambda *_: None)
@@ -46,7 +48,15 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
 
 @pytest.mark.parametrize(
     ("wish", "saved", "done"),
-    [(SAVE, True, 5), (EXPORT, False, 5), (QUIT, True, 2), (QUIT, False, 5), (STOP, True, 2), (STOP, False, 2)],
+    [
+        (PERIODIC, True, 5),
+        (SAVE, True, 5),
+        (EXPORT, False, 5),
+        (QUIT, True, 2),
+        (QUIT, False, 5),
+        (STOP, True, 2),
+        (STOP, False, 2),
+    ],
 )
 def test_a_run_ends_where_it_is_asked_and_has_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wish: int, saved: bool, done: int

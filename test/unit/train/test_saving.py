@@ -15,6 +15,7 @@ from difftrain import checkpoint
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.uploads import Uploads
+from difftrain.train import checkpoints
 from difftrain.train.saving import Exports, Saving, second_name
 from difftrain.train.state import Position
 
@@ -28,8 +29,10 @@ def test_the_last_checkpoint_is_named_where_the_disk_is_full(tmp_path: Path, mon
     monkeypatch.setattr(checkpoint, "commit", full)
     cfg = TrainConfig.model_validate({"save": {"state": True, "output_name": "NAME"}})
     quiet: Any = lambda *_: None  # noqa: E731
-    model, meter = SimpleNamespace(engine=SimpleNamespace(snapshot=quiet)), SimpleNamespace(update_progress=quiet)
-    saving = Saving(cfg, model, None, CLOCK, SimpleNamespace(check=quiet), meter, None, quiet)  # type: ignore[arg-type]
+    model = SimpleNamespace(engine=SimpleNamespace(snapshot=quiet), averages=SimpleNamespace(snapshot=quiet))
+    meter, exports = SimpleNamespace(update_progress=quiet), SimpleNamespace(uploads=None, notices=None)
+    monkeypatch.setattr(checkpoints, "checkpoint_bytes", lambda _: 0)
+    saving = Saving(cfg, model, Ranks(), CLOCK, SimpleNamespace(check=quiet), meter, exports, quiet)  # type: ignore[arg-type]
     with pytest.raises(
         checkpoint.SaveFault,
         match=r"^checkpoint NAME-state was .*written: .*No space left.*; .*--resume=auto",
@@ -48,7 +51,7 @@ def test_a_full_disk_stops_no_run_on_its_way_and_leaves_earlier_exports(
         tried.append(name)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    exports, claim = SimpleNamespace(write=full, uploads=Uploads()), SimpleNamespace(owned=True)
+    exports, claim = SimpleNamespace(write=full, uploads=Uploads(), notices=None), SimpleNamespace(owned=True)
     model = SimpleNamespace(averages=SimpleNamespace(snapshots_at=2))
     saving = Saving(TrainConfig.model_validate({"save": save}), model, Ranks(), CLOCK, claim, None, exports, None)  # type: ignore[arg-type]
     earlier = tmp_path / "step2"

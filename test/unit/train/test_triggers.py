@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, SAVE, ControlFiles
+from difftrain.train.triggers import EXPORT, NOTHING, PERIODIC, QUIT, SAMPLE, ControlFiles
 
 
 class Time:
@@ -75,11 +75,11 @@ def test_minutes_count_from_the_last_checkpoint() -> None:
     clock.now += 119
     assert watch.requested() == NOTHING
     clock.now += 1
-    assert watch.requested() == SAVE == watch.requested()  # until there is one
+    assert watch.requested() == PERIODIC == watch.requested()  # until there is one
     watch.saved()
     assert watch.requested() == NOTHING
     clock.now += 120
-    assert watch.requested() == SAVE
+    assert watch.requested() == PERIODIC
 
 
 def test_samples_that_are_asked_for_wait_for_a_larger_request(tmp_path: Path) -> None:

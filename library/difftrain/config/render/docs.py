@@ -129,7 +129,7 @@ def keys_page() -> str:
                 "`[adapter]`: lora, lokr, ia3",
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
-                '`[optimization] pipeline_stages` above 1; `[engine] type = "deepspeed"` runs natively',
+                '`[engine] type = "deepspeed"` runs natively, with several `pipeline_stages` too',
                 *(f"`{key.toml_key}`: {meaning(key, 'train')}" + _passes(key.passes) for key in not_built()),
             ]
         ),

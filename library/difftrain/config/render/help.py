@@ -123,7 +123,7 @@ def key_help(prog: str) -> str:
     waiting = ", ".join(
         [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
          *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.toml_key for key in not_built()),
-         "[optimization] pipeline_stages above 1", "[engine] type = 'deepspeed'"])  # fmt: skip
+         "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")
     return "\n".join(parts)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from difftrain.config.hidden_imports import is_installed
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
+from difftrain.config.rules.pipeline import pipeline
 from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
@@ -349,4 +350,4 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
             yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
-ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed)
+ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed, pipeline)

@@ -80,3 +80,9 @@ def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
     """Return "did you mean X?" or an empty string."""
     match = nearest(word, names)
     return f"did you mean {prefix}{match}?" if match else ""
+
+
+# schedules of a pipeline -> pieces of the model that a device has: of two, it waits less for the devices before it
+PIECES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb": 2}
+# how blocks are dealt to its stages
+BY_PARAMETERS, EVENLY, BY_KIND, BY_HAND = "parameters", "uniform", "type:", "manual"

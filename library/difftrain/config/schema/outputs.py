@@ -56,6 +56,9 @@ class SaveSection(Section):
     )
     state: bool = Field(False, description="with every export, save what an exact resume needs")
     state_on_train_end: bool = Field(False, description="save the state at the end")
+    asynchronous: bool = Field(
+        False, description="training goes on while a checkpoint is written from copies; what ends the run waits for it"
+    )
 
     # going on
     resume: str | None = Field(

@@ -109,6 +109,10 @@ class TrainConfig(Section):
         """Return the images that a rank takes in one micro batch, of each dataset."""
         return tuple(dataset.batch_size for dataset in self.data.datasets) or (self.training.batch_size,)
 
+    def replicas(self, world: int) -> int:
+        """Return the data-parallel replicas among so many processes: each stage of a pipeline takes one of them."""
+        return max(1, world // self.training.pipeline_stages)
+
     @property
     def export_precision(self) -> Literal["float", "fp16", "bf16"] | None:
         """Return what exports are rounded to: nothing keeps them as the model has them.

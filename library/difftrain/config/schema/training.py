@@ -84,6 +84,20 @@ class TrainingSection(Section):
         description="what runs the steps; accelerate: docs/engines.md; fsdp: weights, gradients and optimizer state are"
         " sharded over the devices; unset: native, or accelerate with {deepspeed.enable=true}",
     )
+    pipeline_stages: PositiveInt = Field(1, description="devices over which one model is cut, block by block")
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb"] = Field(
+        "1f1b",
+        description="order in which {training.pipeline_stages} work on the {training.accumulation} micro batches of a step;"
+        " interleaved and zb: two pieces of the model on each device",
+    )
+    partition_method: str = Field(
+        "parameters",
+        description="how blocks are dealt to {training.pipeline_stages}: parameters, uniform, type:REGEX (by class), or"
+        " manual, with {training.partition_split}",
+    )
+    partition_split: tuple[PositiveInt, ...] = Field(
+        (), description="blocks, counted from 1, with which the stages behind the first one begin"
+    )
     device: str = Field("auto", description="kind of device; auto: the best that is there")
     threads: PositiveInt | None = Field(None, description="CPU threads of a process; unset: torch's choice")
     ddp_timeout_min: PositiveInt | None = Field(None, description="minutes after which ranks that wait give up")

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("reset_dataloader", "switch", "save.reset_dataloader"),
     Row("reset_optimizer", "switch", "save.reset_optimizer"),
     Row("reset_optimizer_params", "switch", "save.reset_optimizer_params"),
+    Row("save_async", "switch", "save.asynchronous"),
     Row("cache_only", "switch", "cache.only"),
     Row("trust_cache", "switch", "cache.trust"),
     Row("regenerate_cache", "switch", "cache.regenerate"),
@@ -65,7 +66,6 @@ STORAGE_DTYPES = {
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
 _ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
-_STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
@@ -173,12 +173,10 @@ KEYS: tuple[Row, ...] = (
     near("disable_block_swap_for_eval", "optimization eval -", "",
         "no effect: no blocks are swapped", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
-    key("pipeline_stages", "optimization -", "?stages",
-        f"devices over which one model is cut; above 1: {_STAGES}, not built yet", "int", default=1),
-    near("partition_method", "optimization -", "",
-        f"no effect with pipeline_stages = 1: it is for {_STAGES}", "str", passes=("parameters",)),
-    near("partition_split", "optimization -", "",
-        f"no effect with pipeline_stages = 1: it is for {_STAGES}", "any", passes=([],)),
+    key("pipeline_stages", "optimization -", "training.pipeline_stages"),
+    key("pipeline_schedule", "optimization -", "training.pipeline_schedule"),
+    key("partition_method", "optimization -", "training.partition_method"),
+    key("partition_split", "optimization -", "training.partition_split"),
     # [eval]
     key("eval_datasets", "eval -", "?eval_sets",
         "sets whose loss is measured: [{name = '...', config = 'FILE.toml'}, ...]", "any"),
@@ -199,6 +197,7 @@ KEYS: tuple[Row, ...] = (
     key("save_every_n_examples", "save -", "save.every_n_examples"),
     key("checkpoint_every_n_minutes", "save -", "save.checkpoint_every_n_minutes"),
     key("checkpoint_every_n_epochs", "save -", "save.checkpoint_every_n_epochs"),
+    key("save_async", "save -", "save.asynchronous"),
     key("preempt_file", "save -", "save.preempt_file"),
     key("save_dtype", "save -", "save.precision", words=STORED),
     key("resume_from_checkpoint", "save -", "?resume",

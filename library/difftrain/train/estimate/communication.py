@@ -32,15 +32,15 @@ class ModelSize:
     """What of a model decides the payloads.
 
     weights: elements of each tensor. trained: elements that have a gradient. blocks: elements within the blocks that are
-    sharded one by one. carried: bytes that go from one stage of a pipeline to the next for a micro batch, and of them
-    returned: those that have a gradient.
+    sharded one by one. cuts: of a pipeline, bytes that a micro batch sends over each cut, forward, and as gradients back.
+    stages: trained elements of each of its stages.
     """
 
     weights: tuple[int, ...]
     trained: int
     blocks: int = 0
-    carried: float = 0.0
-    returned: float = 0.0
+    cuts: tuple[tuple[float, float], ...] = ()
+    stages: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -255,12 +255,18 @@ def _fsdp(spread: Spread, model: ModelSize, gradients: float, weights: float) ->
 def _pipeline(spread: Spread, model: ModelSize, gradients: float, weights: float) -> Iterator[Collective]:
     """Send activations to the next stage and their gradients back, of every micro batch; replicas all-reduce their stage.
 
-    Of a stage between two others: m (A + dA), and 2 G / p among the replicas. Ranks of one stage are numbered one after
-    another. Source: Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021, section 3.2.
+    Of a stage between two others: m (A + dA), and 2 G / p among the replicas; of all stages, what the busiest sends.
+    Ranks of one stage are numbered one after another; of several pieces of the model a stage has every p-th.
+    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021, section 3.2.
     """
-    both = model.carried + model.returned if spread.stages > 2 else max(model.carried, model.returned)
-    yield Collective("point to point", spread.micro * both, spread.stages, apart=spread.replicas)
-    yield Collective("all-reduce", gradients / spread.stages, spread.replicas)
+    pieces = len(model.cuts) + 1
+    sent_by = [
+        sum(model.cuts[piece][0] for piece in range(stage, pieces - 1, spread.stages))
+        + sum(model.cuts[piece - 1][1] for piece in range(stage, pieces, spread.stages) if piece)
+        for stage in range(spread.stages)
+    ]
+    yield Collective("point to point", spread.micro * max(sent_by), spread.stages, apart=spread.replicas)
+    yield Collective("all-reduce", spread.gradient_bytes * max(model.stages), spread.replicas)
 
 
 _WAYS = {

@@ -22,6 +22,7 @@ from difftrain.data.plan.plan import EVERY, EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.device.free_memory import free_memory
 from difftrain.distributed.launch import Launch
+from difftrain.engine.partition import Cut
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
 from difftrain.evaluation.losses import TENTHS
@@ -70,7 +71,8 @@ def dry_run(
     ranks to say scaling for, "8,64,1024". progress: told what takes a while.
     """
     # --- model and family, as far as they are here
-    ranks = Launch.from_environment().size
+    world = Launch.from_environment().size
+    ranks = cfg.replicas(world)
     asked = numbers_of(for_ranks)
     hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
@@ -79,6 +81,8 @@ def dry_run(
         f"would be fetched for {file.flag}: {file.kind} {file.id}, from {file.id.hub or endpoint()}" for file in missing
     ]
     log(f"model: {model_line(cfg, parts)}")
+    for line in stage_lines(cfg, family, parts):
+        log(line)
 
     # --- what hangs on files that are not here yet is left out
     if coming or parts is None:
@@ -103,7 +107,7 @@ def dry_run(
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
-    where, notes = describe_run_directory(cfg, ranks), prompts_of(cfg).notes
+    where, notes = describe_run_directory(cfg, world), prompts_of(cfg).notes
     data = open_run_data(cfg, prepare(cfg, log=progress), family)
     plan, total = plan_run(_seeded(cfg), data, ranks)
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
@@ -126,7 +130,7 @@ def dry_run(
     log(f"free: {free_line(cfg, memory)}")
     log(f"disk: {files.sentence(cfg.output_dir)}")
     log(where)
-    log(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
+    log(f"time: {time_line(cfg, total * plan.mean_batch, world)}")
 
     # --- all the rest
     for line in spoken:
@@ -153,6 +157,14 @@ def dry_run(
         log(line)
     log("dry run: nothing was trained and no device was touched")
     return 0
+
+
+def stage_lines(cfg: TrainConfig, family: Family, parts: Parts | None) -> list[str]:
+    """Say how the model is cut into the stages of a pipeline, where it is."""
+    if cfg.training.pipeline_stages == 1 or parts is None:
+        return []
+    lines = Cut.of(cfg, family.chain(parts.root), parts.root).lines(cfg)
+    return [*lines, "pipeline: memory is estimated for the whole model; a device holds its stage of it"]
 
 
 def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
@@ -341,6 +353,10 @@ def scaling_lines(
 
     asked: also for one rank, which sends nothing.
     """
+    if cfg.training.pipeline_stages > 1:
+        if asked:
+            yield "scaling: is not estimated for a model that is cut into stages"
+        return
     if ranks == 1 and not asked:
         return
     cluster, model = Cluster(), size_of(parts.root, family.repeated(parts))
