@@ -2,7 +2,7 @@
 
     python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...]
 
-A round takes one topology (one process, DDP on two, and FSDP and pipeline where they are built), one event (a rank, the
+A round takes one topology (one process, DDP, FSDP or two stages of a pipeline on two), one event (a rank, the
 launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go away) and one moment
 (while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts. Weights,
 averages and losses must be those of the unbroken run of the same topology. With --state a count is kept, and the next call
@@ -35,8 +35,6 @@ sys.path[:0] = [
 from doors import DOOR, Door, family_of, losses, write_pictures  # noqa: E402
 from random_kills import MOST_STARTS, power_cut  # noqa: E402
 
-from difftrain.engine import ENGINES  # noqa: E402
-
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
 TIMEOUT_MIN = 1  # of ranks that wait for one another
@@ -53,13 +51,9 @@ class Topology:
 
 
 def topologies() -> list[Topology]:
-    """Return those that are built."""
+    """Return the engines, each on as many ranks as a small machine has."""
     built = [Topology("single", 1), Topology("ddp", 2)]
-    if "fsdp" in ENGINES:
-        built.append(Topology("fsdp", 2, ("--engine=fsdp",)))
-    if "pipeline" in ENGINES:
-        built.append(Topology("pipeline", 2, ("--pipeline_stages=2",)))
-    return built
+    return [*built, Topology("fsdp", 2, ("--engine=fsdp",)), Topology("pipeline", 2, ("--pipeline_stages=2",))]
 
 
 @dataclass
