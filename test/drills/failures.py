@@ -2,7 +2,7 @@
 
     python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...]
 
-A round takes one topology (one process, DDP on two, and FSDP and pipeline where they are built), one event (a rank, the
+A round takes one topology (one process, DDP, FSDP or two stages of a pipeline on two), one event (a rank, the
 launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go away) and one moment
 (while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts. Weights,
 averages and losses must be those of the unbroken run of the same topology. With --state a count is kept, and the next call
@@ -27,14 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from random_kills import MOST_STARTS, power_cut
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "library"))
-from doors import DOOR, Door, family_of, losses, write_pictures
-
-from difftrain.engine import ENGINES
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[levels] / name) for levels, name in ((0, ""), (1, "support"), (2, "library"))
+]
+from doors import DOOR, Door, family_of, losses, write_pictures  # noqa: E402
+from random_kills import MOST_STARTS, power_cut  # noqa: E402
 
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
@@ -52,13 +51,9 @@ class Topology:
 
 
 def topologies() -> list[Topology]:
-    """Return those that are built."""
+    """Return the engines, each on as many ranks as a small machine has."""
     built = [Topology("single", 1), Topology("ddp", 2)]
-    if "fsdp" in ENGINES:
-        built.append(Topology("fsdp", 2, ("--engine=fsdp",)))
-    if "pipeline" in ENGINES:
-        built.append(Topology("pipeline", 2, ("--pipeline_stages=2",)))
-    return built
+    return [*built, Topology("fsdp", 2, ("--engine=fsdp",)), Topology("pipeline", 2, ("--pipeline_stages=2",))]
 
 
 @dataclass
@@ -278,7 +273,8 @@ def differences(run: Path, unbroken: Path) -> list[str]:
 def drawn_round(number: int, seed: int, only: list[str]) -> tuple[Topology, str, str, random.Random]:
     """Draw a round from its number: the same again with the same seed."""
     chance = random.Random(seed * 100_003 + number)
-    topology = topologies()[number % len(topologies())]
+    fit = [topology for topology in topologies() if topology.ranks > 1 or only != ["freeze_rank"]]
+    topology = fit[number % len(fit)]
     names = [name for name in EVENTS if (not only or name in only) and (topology.ranks > 1 or name != "freeze_rank")]
     event = chance.choices(names, [OFTEN.get(name, 6) for name in names])[0]
     moment = chance.choice(["start", "caching", "step", "step", "checkpoint", "export"])

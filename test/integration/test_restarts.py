@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -81,6 +82,28 @@ def same_end(left: Path, right: Path) -> None:
     assert losses(left) == losses(right)
     one, other = (load_file(out / "NAME.safetensors") for out in (left, right))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+JUMPING = """
+import itertools, runpy, sys, time
+true_time, jumps = time.time, itertools.cycle((0, 86400, -172800, 40))
+time.time = lambda: true_time() + next(jumps)
+runpy.run_path(sys.argv[0].replace("jumping.py", "door.py"), run_name="__main__")
+"""
+
+
+def test_a_clock_that_jumps_changes_nothing(door: Door, unbroken: Path, tmp_path: Path) -> None:
+    """Days forth and back from one look to the next: waits, intervals and time-outs are of the monotonic clock."""
+    out = tmp_path / "out"
+    (tmp_path / "jumping.py").write_text(JUMPING)
+    (tmp_path / "door.py").symlink_to(DOOR)
+    flags = door.flags(out, *LINE, "--ddp_timeout=1", batch=1, steps=STEPS)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
+    text = door.run_words([*words, "--rdzv-endpoint=localhost:0", str(tmp_path / "jumping.py"), *flags])
+    same_end(out, unbroken)
+    report = json.loads((out / "report.json").read_text())
+    assert 0 < report["e2e_this_session_s"] < 1000, report["e2e_this_session_s"]
+    assert "rank 0 of" not in text and "rank 1 of" not in text, text  # nobody is missed
 
 
 @pytest.mark.parametrize("machines", [1, 2])

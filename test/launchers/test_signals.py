@@ -146,6 +146,16 @@ def test_a_machine_that_never_comes_ends_the_wait(job: Job) -> None:
     assert (job.folder / "log").read_text() == text
 
 
+def test_a_port_of_another_job_is_named(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        process = job.start("--nnodes=1", "--node_rank=0", "--master_addr=localhost", f"--master_port={port}")
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, text
+    assert "--master_port" in text and str(port) in text and "Traceback" not in text
+    assert not (job.folder / "born").exists()
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(job: Job) -> None:
     process = job.start()
     rank = job.born()

@@ -13,6 +13,7 @@ and end in their own time.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -179,6 +180,12 @@ def run(words: list[str]) -> int:
     except rendezvous.RendezvousFailed as failed:
         _print(str(failed))
         return failed.code
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        port = next((word.partition("=")[2] for word in words if word.startswith("--master_port=")), "")
+        _print(f"--master_port: port {port} of this machine is in use, by another job perhaps (give another one)")
+        return 2
     except DistError as error:
         _print(f"the machines lost contact before training started: {rendezvous.first_line(error)}")
         return 1

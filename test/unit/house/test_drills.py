@@ -86,7 +86,7 @@ def test_the_nightly_script_runs_every_drill_that_asserts() -> None:
 
 
 def test_every_event_happens_at_every_moment_on_every_topology() -> None:
-    rounds = [failures.drawn_round(number, 0, []) for number in range(600)]
+    rounds = [failures.drawn_round(number, 0, []) for number in range(3000)]
     assert {(topology.name, event) for topology, event, *_ in rounds} >= {
         (topology.name, event)
         for topology in failures.topologies()
