@@ -55,7 +55,6 @@ PIECES = (1, 2)
 PIPELINES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sdxl": ("sdxl", 2, {"pipeline_stages": 2}),
     "sd3 in bf16": ("sd3", 2, {"pipeline_stages": 2, "mixed_precision": "bf16"}),
-    "sd3 interleaved": ("sd3", 2, {"pipeline_stages": 2, "pipeline_schedule": "interleaved"}),
     "sd3 of two replicas": ("sd3", 4, {"pipeline_stages": 2}),
     "sdxl of four stages": ("sdxl", 4, {"pipeline_stages": 4}),
 }

@@ -155,9 +155,9 @@ def cut_size(cfg: TrainConfig, family: Any, root: nn.Module, model: ModelSize, b
     """
     chain, precision, stages = family.chain(root), cfg.training.mixed_precision, cfg.training.pipeline_stages
     cut = Cut.of(cfg, chain, root)
-    held = [0] * stages
+    by_stage = [0] * stages
     for name, parameter in root.named_parameters():
-        held[cut.run_of[name] % stages] += parameter.numel() * parameter.requires_grad
+        by_stage[cut.run_of[name] % stages] += parameter.numel() * parameter.requires_grad
 
     # --- through the blocks, and at each cut what is there
     inputs = blank_inputs(family, bucket, batch=batch)
@@ -172,7 +172,7 @@ def cut_size(cfg: TrainConfig, family: Any, root: nn.Module, model: ModelSize, b
             sent_on = [carry[name] for name in chain.names(layout, run.stop)]
             back = sum(_bytes(tensor) for tensor in sent_on if tensor.requires_grad)
             cuts.append((ridden + sum(map(_bytes, sent_on)), float(back)))
-    return replace(model, cuts=tuple(cuts), stages=tuple(held))
+    return replace(model, cuts=tuple(cuts), stages=tuple(by_stage))
 
 
 def _bytes(tensor: Tensor) -> float:
