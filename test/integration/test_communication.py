@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import third_patch
 import torch
 
+from difftrain.config import TrainConfig
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
+from difftrain.engine import make_engine
+from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, TinyRoot, tiny_step
 from difftrain.testing.spawn import run_ranks
 from difftrain.train.estimate import communication
-from difftrain.train.estimate.communication import collectives, size_of, spread_of
+from difftrain.train.estimate.communication import collectives, cut_size, size_of, spread_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
+import families
 from collectives import CollectiveCount
 from ways import COUNTS, GLOBAL_BATCH, built, config
 
@@ -47,6 +51,15 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "fsdp hybrid reduces each": {"way": "fsdp", "fsdp": {"shard": "hybrid", "shard_size": 2, "reduce": "each"}},
 }
 PIECES = (1, 2)
+# a family, processes, and how its model is cut: of tiny SDXL residuals cross the cut, of SD3 text and its reconstruction
+PIPELINES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sdxl": ("sdxl", 2, {"pipeline_stages": 2}),
+    "sd3 in bf16": ("sd3", 2, {"pipeline_stages": 2, "mixed_precision": "bf16"}),
+    "sd3 of two replicas": ("sd3", 4, {"pipeline_stages": 2}),
+    "sdxl of four stages": ("sdxl", 4, {"pipeline_stages": 4}),
+}
+MICRO, BATCH = 3, 2
+POINT: communication.Kind = get_args(communication.Kind)[-1]
 
 
 def count(folder: str) -> None:
@@ -64,8 +77,38 @@ def count(folder: str) -> None:
                 with CollectiveCount() as counted:
                     engine.step(tiny_step(2, GLOBAL_BATCH, ranks.rank, ranks.size, pieces), COUNTS)
                 found[f"{name} x {pieces}"] = {f"{kind} {size}": n for (kind, size), n in counted.payload.items()}
+        for name, (family, size, training) in PIPELINES.items():
+            if size == ranks.size:
+                payloads = ranks.gather(_piped(ranks, family, training))
+                found[name] = {key: max(payload.get(key, 0) for payload in payloads) for key in payloads[0]}
         if ranks.is_logger:
             (Path(folder) / "counted.json").write_text(json.dumps(found))
+
+
+def _piped(ranks: Ranks, name: str, training: dict[str, Any]) -> dict[str, int]:
+    """Count the third update of a model that is cut into stages: schedules find out shapes before."""
+    cfg = _pipeline(name, training)
+    engine: Any = make_engine(cfg, choose("cpu"), ranks)
+    family = families.made(cfg)
+    engine.build(
+        family,
+        family.load(),
+        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=engine.dp_size),
+        lambda made: make_schedule(cfg.optimizer, made, 20),
+        [],
+    )
+    bucket, counts = families.bucket_of(family.name), {"samples": float(BATCH * MICRO * engine.dp_size)}
+    for step in range(3):
+        seeds = range(100 * step, 100 * step + MICRO)
+        words = ("a red cat on a table", "two dogs")
+        micro = [families.batch_of(family, bucket, words, seed=seed, parts=engine.parts) for seed in seeds]
+        with CollectiveCount() as counted:
+            engine.step(micro, counts)
+    return {f"{kind} {size}": n for (kind, size), n in counted.payload.items()}
+
+
+def _pipeline(name: str, training: dict[str, Any]) -> TrainConfig:
+    return families.config(name, {"training": {"seed": 3, "accumulation": MICRO, **training}})
 
 
 def _near(ranks: Ranks) -> Any:
@@ -113,5 +156,21 @@ def test_bytes_are_those_that_are_counted(
     found = {key.replace("_", "-"): value for key, value in counted[f"{name} x {pieces}"].items()}
     small = {key: value for key, value in found.items() if value < 200}  # the loss, the norm
     assert {key for key in found if key not in small} == set(expected), found
+    for key, payload in expected.items():
+        assert found[key] == pytest.approx(payload, rel=0.05), key
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_bytes_between_stages_are_those_that_are_counted(counted: dict[str, dict[str, int]], name: str) -> None:
+    """Of each kind, of the rank that sends most of it: the others wait for it."""
+    kind, size, training = PIPELINES[name]
+    cfg = _pipeline(kind, training)
+    family = families.made(cfg)
+    parts = family.load(meta=True)
+    root = parts.root.to("meta")
+    model = cut_size(cfg, family, root, size_of(root, family.repeated(parts)), families.bucket_of(family.name), BATCH)
+    expected = {f"{item.kind} {item.among}": item.payload for item in collectives(spread_of(cfg, size), model)}
+    found = {key.replace("_", "-").replace("point-to-point", POINT): value for key, value in counted[name].items()}
+    assert {key for key, value in found.items() if value > 5000} == set(expected), found
     for key, payload in expected.items():
         assert found[key] == pytest.approx(payload, rel=0.05), key

@@ -45,9 +45,7 @@ def apply(out: Resolution) -> None:
     if path is None:
         if asked and not out.values.get("deepspeed.enable"):
             what = "" if out.where("?deepspeed") == "--deepspeed" else "engine = deepspeed: "
-            stages = out.values.get("training.pipeline_stages", 1)
-            how = _PIPELINE if isinstance(stages, int) and stages > 1 else f"{_NATIVE}; {_SHARDS}"
-            out.note("?deepspeed", f"{what}{how}")
+            out.note("?deepspeed", f"{what}{_PIPELINE}" if _stages(out) > 1 else f"{what}{_NATIVE}; {_SHARDS}")
         return
     named = f"{out.where(PATH)}={path}" if out.where(PATH).startswith("--") else f"{out.where(PATH)} = {path}"
     try:
@@ -63,6 +61,12 @@ def apply(out: Resolution) -> None:
         out.faults.append(Fault(named, f"must be an object, got {show(settings)}"))
         return
     _DeepSpeedFile(out, path, lines_of(text)).take(settings)
+
+
+def _stages(out: Resolution) -> int:
+    """Return over how many devices one model is cut; a value that is none is a fault of its own."""
+    stages = out.values.get("training.pipeline_stages", 1)
+    return stages if isinstance(stages, int) and stages > 0 else 1
 
 
 class _DeepSpeedFile:
@@ -231,7 +235,7 @@ class _DeepSpeedFile:
     def _global_batch(self, total: Any) -> None:
         """train_batch_size = micro batch x accumulation x processes: what two of them leave open follows."""
         key, world = "train_batch_size", os.environ.get("WORLD_SIZE", "")
-        processes = int(world) if world.isdecimal() and int(world) else 1
+        processes = max(1, (int(world) if world.isdecimal() else 1) // _stages(self.out))  # that see data of their own
         if isinstance(total, bool) or not isinstance(total, int) or total < 1:
             self.fault(key, f"must be a whole number from 1 up, got {show(total)}")
             return

@@ -264,6 +264,15 @@ def test_the_global_batch_counts_the_processes(run: Run, monkeypatch: pytest.Mon
     assert is_about(fault, "train_batch_size", "24", "5 processes")
 
 
+def test_the_global_batch_counts_replicas_of_a_pipeline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    told = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
+    stages = "--pipeline_stages=2" if run is by_flags else "--optimization.pipeline_stages=2"
+    assert run(told, stages).config.training.accumulation == 6  # of two replicas
+
+
 def test_it_may_stand_in_the_file_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "ds.json").write_text(json.dumps(zero()))

@@ -340,3 +340,17 @@ def test_deepspeed_keeps_half_weights_and_shares_the_fp32_ones(line: list[str]) 
     found = {item.what: item.size for item in needs(cfg, parts, 4)}
     assert found["weights in bf16"] == 2 * moving and found["gradients"] == 2 * moving / 4
     assert found["master weights (fp32)"] == 4 * moving / 4 and not any("casts" in what for what in found)
+
+
+def test_a_pipeline_sends_over_its_cuts_and_holds_its_stage(line: list[str]) -> None:
+    cfg = parse([*line, "--pipeline_stages=2", "--gradient_accumulation_steps=4"]).config
+    said: list[str] = []
+    dry_run(cfg, said.append, for_ranks="2,3,8")
+    lines = {each.split(":")[1].split(" rank")[0].strip(): each for each in said if each.startswith("scaling:")}
+    assert names(lines["3"], "--pipeline_stages=2")
+    assert (
+        "MiB" in lines["8"] and names(lines["8"], "32") and names(lines["2"], "8")
+    )  # images: of four replicas, and of one
+    parts = make_family(cfg).load(meta=True)
+    one, two = ({item.what: item.size for item in needs(c, parts, 2)} for c in (parse(line).config, cfg))
+    assert two["weights in fp32"] == one["weights in fp32"] / 2 and two["optimizer state"] == one["optimizer state"] / 2

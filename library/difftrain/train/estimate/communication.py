@@ -14,12 +14,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from difftrain.device.step_memory import AcceleratorMaths
+from difftrain.engine.partition import Cut
+from difftrain.models.flops import blank_inputs
+from difftrain.models.placeholder import DTYPES
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
+    from difftrain.contracts import Bucket
+
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "point to point"]
 FP32, HALF = 4, 2
@@ -103,6 +110,8 @@ def spread_of(cfg: TrainConfig, ranks: int) -> Spread:
     training, kind = cfg.training, cfg.optimizer.type.lower()
     half = HALF if training.full_precision else FP32
     plain = Spread("ddp", ranks, micro=training.accumulation, weight_bytes=half, gradient_bytes=half)
+    if training.pipeline_stages > 1:
+        return replace(plain, way="pipeline", stages=training.pipeline_stages)
     if cfg.deepspeed.enable:
         computed = FP32 if training.mixed_precision == "no" else HALF
         way = f"zero{cfg.deepspeed.zero_stage}"
@@ -137,6 +146,37 @@ def size_of(root: nn.Module, blocks: Iterable[nn.Module]) -> ModelSize:
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for block in blocks for parameter in block.parameters()),
     )
+
+
+def cut_size(cfg: TrainConfig, family: Any, root: nn.Module, model: ModelSize, bucket: Bucket, batch: int) -> ModelSize:
+    """Add what the stages of the configured pipeline hold and send: a pass over tensors without content.
+
+    root: on the meta device. What the loss needs (time, target, weight, mask) rides along to the last stage.
+    """
+    chain, precision, stages = family.chain(root), cfg.training.mixed_precision, cfg.training.pipeline_stages
+    cut = Cut.of(cfg, chain, root)
+    by_stage = [0] * stages
+    for name, parameter in root.named_parameters():
+        by_stage[cut.run_of[name] % stages] += parameter.numel() * parameter.requires_grad
+
+    # --- through the blocks, and at each cut what is there
+    inputs = blank_inputs(family, bucket, batch=batch)
+    riders = [inputs.timestep, inputs.target, inputs.weight, inputs.mask, *inputs.aux_targets.values()]
+    ridden = sum(_bytes(tensor) for tensor in riders if tensor is not None)
+    cuts: list[tuple[float, float]] = []
+    with AcceleratorMaths(None if precision == "no" else DTYPES[precision]):
+        carry, layout = chain.enter(inputs)
+        for run in cut.runs[:-1]:
+            for number in run:
+                carry = chain.unit(number, carry, layout)
+            sent_on = [carry[name] for name in chain.names(layout, run.stop)]
+            back = sum(_bytes(tensor) for tensor in sent_on if tensor.requires_grad)
+            cuts.append((ridden + sum(map(_bytes, sent_on)), float(back)))
+    return replace(model, cuts=tuple(cuts), stages=tuple(by_stage))
+
+
+def _bytes(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
 
 
 # --- payloads

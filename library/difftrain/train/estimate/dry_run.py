@@ -14,6 +14,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.paths import PendingFiles
 from difftrain.config.schema.families import row_of
+from difftrain.config.spellings.spelling import option
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.evaluation_sets import open_set
@@ -33,7 +34,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
-from difftrain.train.estimate.communication import Cluster, kinds, scaling, size_of, spread_of
+from difftrain.train.estimate.communication import Cluster, cut_size, kinds, scaling, size_of, spread_of
 from difftrain.train.estimate.footprint import (
     GIB,
     RESERVE,
@@ -72,8 +73,7 @@ def dry_run(
     """
     # --- model and family, as far as they are here
     world = Launch.from_environment().size
-    ranks = cfg.replicas(world)
-    asked = numbers_of(for_ranks)
+    ranks, asked = cfg.replicas(world), numbers_of(for_ranks)
     hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
@@ -92,12 +92,12 @@ def dry_run(
         if parts:
             parts.offloaded |= cached_parts(cfg, parts)
             bucket = _usual_bucket(cfg, family)
-            by_ranks = memory_by_ranks(cfg, family, parts, (ranks, *asked), *bucket)
-            memory = by_ranks[ranks]
+            by_ranks = memory_by_ranks(cfg, family, parts, (world, *asked), *bucket)
+            memory = by_ranks[world]
             log(f"memory: {memory.sentence()}")
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
                 log(line)
-            for line in scaling_lines(cfg, family, parts, by_ranks, ranks, *bucket, asked=full or bool(asked)):
+            for line in scaling_lines(cfg, family, parts, by_ranks, world, *bucket, asked=full or bool(asked)):
                 log(line)
         elif not coming:
             for line in _as_shipped(cfg, ranks):
@@ -123,9 +123,9 @@ def dry_run(
     files, counts = disk(cfg, parts, total, epochs, plan.mean_batch), list(parameters(parts))
     evaluated = list(evaluation(cfg, family, parts)) if full else []
     bucket = _largest_bucket(cfg, data)
-    by_ranks = memory_by_ranks(cfg, family, parts, (ranks, *asked), *bucket)
-    memory = by_ranks[ranks]
-    spoken = list(scaling_lines(cfg, family, parts, by_ranks, ranks, *bucket, asked=full or bool(asked)))
+    by_ranks = memory_by_ranks(cfg, family, parts, (world, *asked), *bucket)
+    memory = by_ranks[world]
+    spoken = list(scaling_lines(cfg, family, parts, by_ranks, world, *bucket, asked=full or bool(asked)))
     log(f"memory: {memory.sentence()}")
     log(f"free: {free_line(cfg, memory)}")
     log(f"disk: {files.sentence(cfg.output_dir)}")
@@ -164,7 +164,7 @@ def stage_lines(cfg: TrainConfig, family: Family, parts: Parts | None) -> list[s
     if cfg.training.pipeline_stages == 1 or parts is None:
         return []
     lines = Cut.of(cfg, family.chain(parts.root), parts.root).lines(cfg)
-    return [*lines, "pipeline: memory is estimated for the whole model; a device holds its stage of it"]
+    return lines
 
 
 def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
@@ -353,15 +353,17 @@ def scaling_lines(
 
     asked: also for one rank, which sends nothing.
     """
-    if cfg.training.pipeline_stages > 1:
-        if asked:
-            yield "scaling: is not estimated for a model that is cut into stages"
-        return
     if ranks == 1 and not asked:
         return
     cluster, model = Cluster(), size_of(parts.root, family.repeated(parts))
-    work = family.flops_per_sample(parts, bucket) * batch * cfg.training.accumulation
+    stages = cfg.training.pipeline_stages
+    if stages > 1:
+        model = cut_size(cfg, family, parts.root.to("meta"), model, bucket, batch)
+    work = family.flops_per_sample(parts, bucket) * batch * cfg.training.accumulation / stages
     for count, memory in sorted(by_ranks.items()):
+        if count % stages:
+            yield f"scaling: {count:,} ranks: no multiple of {option('training.pipeline_stages')}={stages}"
+            continue
         outlook = scaling(spread_of(cfg, count), model, work, cluster)
         by_kind = ", ".join(f"{kind} {gib_text(size)}" for kind, size in kinds(outlook.exchanged).items())
         sends = f"sends {gib_text(outlook.sent)} a step ({by_kind})" if by_kind else "sends nothing"
