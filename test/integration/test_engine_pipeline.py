@@ -115,7 +115,7 @@ def restored(cfg: TrainConfig, ranks: Ranks, path: Path) -> tuple[Any, Averages]
 
 def drawn(engine: Any, inputs: Inputs) -> torch.Tensor | None:
     """Call the denoiser twice as a sampler does: on the rank that leads, while the others answer."""
-    with engine.led() as predict:
+    with engine.drawing() as predict:
         if not engine.leads:
             return None
         predict = predict or engine.predict

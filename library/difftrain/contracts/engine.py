@@ -73,7 +73,7 @@ class Engine(Protocol):
     dp_size: int
     is_logger: bool
     all_forward: bool  # no rank holds the weights whole: every forward takes all ranks
-    leads: bool  # whether this rank draws for its replica, see `led`
+    leads: bool  # whether this rank draws for its replica, see `drawing`
 
     def faults(self) -> list[str]: ...
     def build(
@@ -99,14 +99,11 @@ class Engine(Protocol):
     def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]: ...
     def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]: ...  # of this rank's share alone; collective, too
     def predict(self, inputs: Inputs) -> Tensor: ...
-    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]: ...
-    # a replica's ranks enter together: who leads gets what calls the denoiser, None: the root itself can be called; the
-    # others answer its calls until it has left, and get None
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of the whole model, whoever holds it
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
-    def drawing(
-        self,
-    ) -> AbstractContextManager[None]: ...  # in it modules of the root may be called, not the root alone
+    def drawing(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]: ...
+    # a replica's ranks enter together; in it modules of the root may be called. Who leads gets what calls the denoiser, or
+    # None: the root itself can be called. Ranks that do not lead answer its calls until it has left
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
     def averaged_weights(

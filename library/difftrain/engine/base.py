@@ -56,7 +56,7 @@ class BaseEngine:
     replaces MasterWeights, Update and NamedState.
     """
 
-    name, all_forward = "", False
+    name, all_forward, leads = "", False, True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
@@ -310,8 +310,8 @@ class BaseEngine:
         with self._evaluating(), self.device.autocast(self.cfg.training.mixed_precision):
             return self.family.forward(self.root, inputs)[0].float()
 
-    def drawing(self) -> AbstractContextManager[None]:
-        """Let modules of the root be called by themselves: every rank has all of them."""
+    def drawing(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
+        """Let modules of the root be called by themselves: every rank has all of them, and its root can be called."""
         return nullcontext()
 
     @contextmanager

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Extent, Fault, Inputs, TensorFile
+from difftrain.contracts import ConfigFault, Extent, Fault, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
 from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
@@ -64,8 +63,6 @@ class CheckpointShare:
 
 class CheckpointedEngine(BaseEngine):
     """Save and restore what BaseEngine trains. Collective: restore, and where ranks hold pieces snapshot."""
-
-    leads = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         super().__init__(cfg, device, ranks)
@@ -116,10 +113,6 @@ class CheckpointedEngine(BaseEngine):
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
         return CheckpointShare(self._master_weights.chosen(names, weights), states, kept)
-
-    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
-        """Let one rank call the denoiser while it draws: None, as its root can be called."""
-        return nullcontext()
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all that is trained, by name."""

@@ -193,7 +193,7 @@ class FsdpEngine(CheckpointedEngine):
         root: Any = self.root
         root.unshard()
         try:
-            yield
+            yield None
         finally:
             self._reshard()
 

@@ -45,7 +45,7 @@ Predict = Callable[[Inputs], "Tensor"]
 
 
 class PipelineEngine(CheckpointedEngine):
-    """Cut the model over ranks. Collective: as of any engine; predict takes all ranks of a replica, by `led`."""
+    """Cut the model over ranks. Collective: as of any engine; predict takes all ranks of a replica, by `drawing`."""
 
     name = "pipeline"
 
@@ -236,7 +236,7 @@ class PipelineEngine(CheckpointedEngine):
         return output
 
     @contextmanager
-    def led(self) -> Iterator[Predict | None]:
+    def drawing(self) -> Iterator[Predict | None]:
         """Let the first rank of a replica call the denoiser; the others answer until it has left, and get None."""
         if not self.leads:
             while (inputs := self._receive()) is not None:

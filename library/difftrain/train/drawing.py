@@ -103,7 +103,7 @@ class Drawing:
             if draws and engine.leads:
                 self._draw_here(at)
             elif draws:
-                with self._model.averages.drawable()[0], engine.led():
+                with self._model.averages.drawable()[0], engine.drawing():
                     pass  # the rank that leads has drawn
 
     def _draw_here(self, at: Position) -> None:
@@ -119,9 +119,8 @@ class Drawing:
             during(SAMPLING),
             weights,
             on_device(parts, self._device),
-            engine.drawing(),
             self._device.autocast(cfg.training.mixed_precision),
-            engine.led() as predict,
+            engine.drawing() as predict,
         ):
             drawer = self._model.family.drawer(parts, predict)
             if not self._ranks.is_logger:

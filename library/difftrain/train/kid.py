@@ -119,7 +119,7 @@ class DrawnPictures:
         engine = self._model.engine
         if not engine.leads:
             self._lots.setdefault(eval_set.name, {})
-            with self._model.averages.drawable()[0], engine.led():
+            with self._model.averages.drawable()[0], engine.drawing():
                 return  # the rank that leads has drawn
         if self._network is None:
             self._network = EffLite0(self._device.torch_device)
@@ -127,7 +127,7 @@ class DrawnPictures:
             self._model.averages.drawable()[0],
             on_device(parts, self._device),
             self._device.autocast(self._cfg.training.mixed_precision),
-            engine.led() as predict,
+            engine.drawing() as predict,
         ):
             # --- the lots of this rank, once: pictures and captions that are compared
             drawer = family.drawer(parts, predict)
