@@ -132,7 +132,7 @@ def savings(ranks: int) -> dict[str, Saving]:
     return {
         "one rank writes, training waits": Saving(one, one, read),
         "every rank writes its rows, training waits": Saving(pieces, pieces, pieces),
-        "every rank writes its rows, asynchronously": Saving(pieces, 0.1 * pieces, pieces),
+        "every rank writes its rows, `--save_async`": Saving(pieces, 0.1 * pieces, pieces),
     }
 
 
