@@ -10,11 +10,12 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Handed out first, the longest before others: a long file at the end would keep one of two workers waiting for it.
 LONGEST = (
-    "unit/evaluation/test_features", "contracts/test_sd3_speedups_flops", "integration/test_docs_adding",
+    "unit/evaluation/test_features", "contracts/test_sd3_speedups_flops", "integration/test_engine_families", "integration/test_communication",
+    "integration/test_docs_adding",
     "integration/test_third_patch", "integration/test_evaluation_sets", "integration/test_run_dirs", "integration/test_cache_runs",
     "integration/test_train_door", "integration/test_sd3_speedups_engines", "integration/test_configs",
     "integration/test_sdxl_contract", "integration/test_engine_accelerate", "integration/test_sd3_cache",
-    "integration/test_engine_ddp", "integration/test_hub_runs", "integration/test_family_runs",
+    "integration/test_engine_ddp", "integration/test_engine_fsdp", "integration/test_engine_pipeline", "integration/test_hub_runs", "integration/test_family_runs",
     "integration/test_several_data_sets", "integration/test_cache_tools", "integration/test_engine_doors",
     "integration/test_resume_by_step", "integration/test_sdxl_bad_input", "integration/test_cache_guard",
     "integration/test_distributed_ranks", "integration/test_cached_start",

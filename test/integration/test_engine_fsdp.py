@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
-from family_engines import EMA, FAMILIES, LR, assembled, commit, equal, family_case, weights
+from family_engines import EMA, LR, assembled, commit, equal, family_case, family_engine, family_run, weights
+from family_engines import STEPS as FAMILY_STEPS
 
 from difftrain.config.schema.sections import (
     FsdpSection,
@@ -92,11 +93,20 @@ def cases(folder: str, before: str) -> None:
             found[case.__name__] = case(ranks, out)
         found["disks"] = disks(ranks, out)
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
-        found["families"] = {name: family_case(ranks, out, name) for name in FAMILIES} if ranks.size != 3 else {}
+        if ranks.size != 3:
+            found["held"] = family_case(ranks, out, HELD, "fsdp")
+            found["bf16"] = {name: in_bf16(ranks, name, "fsdp") for name in IN_BF16}
         found["unused"] = unused(ranks)
         gathered = ranks.gather(found)
         if ranks.is_logger:
             (out / "found.json").write_text(json.dumps(gathered))
+
+
+HELD, IN_BF16 = "flux-attention", ("sdxl", "sd3")
+
+
+def in_bf16(ranks: Ranks, name: str, way: str) -> list[float]:
+    return family_run(family_engine(ranks, name, way, "bf16"), 0, FAMILY_STEPS)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -341,7 +351,8 @@ def alone(tmp_path_factory) -> dict[str, Any]:
         "losses": run(plain, 0, STEPS),
         "weights": weights(plain),
         "bf16": run(halves, 0, STEPS),
-        "families": {name: family_case(Ranks(), _out(tmp_path_factory), name) for name in FAMILIES},
+        "held": family_case(Ranks(), _out(tmp_path_factory), HELD, "native"),
+        "families in bf16": {name: in_bf16(Ranks(), name, "native") for name in IN_BF16},
         "out": _out(tmp_path_factory),
     }
 
@@ -505,15 +516,21 @@ def test_a_parameter_without_a_gradient_is_named_on_every_rank(launched: Launche
 
 
 @pytest.mark.parametrize("world", [WORLDS[0], pytest.param(WIDEST, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_train_average_draw_and_export_as_on_one_process(
-    launched: Launched, alone, world: int, name: str
-) -> None:
+def test_a_base_that_is_held_is_sharded_and_stays(launched: Launched, alone, world: int) -> None:
     folder, found = launched[world]
-    theirs, ours = found[0]["families"][name], alone["families"][name]
-    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-6)
-    assert theirs["bf16"] == pytest.approx(ours["bf16"], rel=2e-3)
-    assert all(each["families"][name] == theirs for each in found) and theirs["same"]
-    for kind, most in (("trained", LR), ("ema", LR / 2), ("pictures", 2.0)):
-        one, other = (load_file(out / f"family-{name}-{kind}.safetensors") for out in (folder, alone["out"]))
+    theirs, ours = found[0]["held"], alone["held"]
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-6) and theirs["resumed"][1]
+    assert theirs["evaluated"] == pytest.approx(ours["evaluated"], rel=1e-6)
+    for kind, most in (("trained", LR), ("averaged", LR), ("picture", 2.0)):
+        one, other = (
+            load_file(out / f"{HELD}-{way}-{kind}.safetensors")
+            for out, way in ((folder, "fsdp"), (alone["out"], "native"))
+        )
         assert off(one, other) <= most, kind
+
+
+@pytest.mark.parametrize("world", [WORLDS[0], pytest.param(WIDEST, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bf16_is_near_that_of_one_process(launched: Launched, alone, world: int, name: str) -> None:
+    losses = launched[world][1][0]["bf16"][name]
+    assert losses == pytest.approx(alone["families in bf16"][name], rel=2e-3)

@@ -1,10 +1,11 @@
-"""Engines over ranks on tiny families of the kit: trained, averaged, drawn, exported and gone on with.
+"""Every way to run an engine over ranks, on tiny families: trained, averaged, evaluated, drawn, exported and gone on with.
 
 For tests whose ranks are processes of their own: they find this file where they put test/support on their path.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux": {},
     "flux-attention": {"train_only": ("attn",)},  # the rest is held as its source has it
 }
-FAMILY_STEPS = 4
+ACCELERATE, OSS = {"training": {"engine": "accelerate"}}, {"optimizer": {"type": "oss"}}
+# sections that make a way -> one of those that main() of any number of ranks takes
+WAYS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "oss": OSS,
+    "fsdp": {"training": {"engine": "fsdp"}},
+    "hybrid": {"training": {"engine": "fsdp"}, "fsdp": {"shard": "hybrid", "shard_size": 2}},
+    "pipeline": {"training": {"pipeline_stages": 2}},
+    "accelerate": ACCELERATE,
+    "fairscale": ACCELERATE | OSS,
+    "zero1": ACCELERATE | {"deepspeed": {"enable": True, "zero_stage": 1}},
+    "zero2": ACCELERATE | {"deepspeed": {"enable": True, "zero_stage": 2}},
+    "zero3": ACCELERATE | {"deepspeed": {"enable": True, "zero_stage": 3}},
+}
+DRAWS_NOT = ("zero3",)  # refused by name
+AT, STEPS = 2, 3  # updates before the checkpoint, and in all
+CAPTIONS = ("a red cat on a table", "two dogs", "a ship", "snow on a hill")
+COUNTS = {"samples": float(len(CAPTIONS))}
 
 
 def assembled(cfg: TrainConfig, ranks: Ranks, family: Any, parts: Any, warm: list) -> CheckpointedEngine:
@@ -41,7 +59,7 @@ def assembled(cfg: TrainConfig, ranks: Ranks, family: Any, parts: Any, warm: lis
     engine.build(
         family,
         family.load() if parts is None else parts,
-        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=ranks.size),
+        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=engine.dp_size),
         lambda made: make_schedule(cfg.optimizer, made, 20),
         warm,
     )
@@ -49,8 +67,8 @@ def assembled(cfg: TrainConfig, ranks: Ranks, family: Any, parts: Any, warm: lis
     return engine
 
 
-def weights(engine: CheckpointedEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_weights()}
+def weights(engine: CheckpointedEngine, source: Any = None) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone().contiguous() for name, tensor in engine.full_weights(source)}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -66,60 +84,86 @@ def commit(engine: CheckpointedEngine, parent: Path, name: str, averages: Averag
     return checkpoint.commit(parent, f"{name}-state", write, engine.ranks, {"step": engine.position})
 
 
-def family_engine(ranks: Ranks, name: str, way: str, precision: str) -> CheckpointedEngine:
-    sections = {
-        "training": {"engine": way, "mixed_precision": precision, "gradient_checkpointing": name == "sd3"},
-        "optimizer": {"learning_rate": LR},
-    }
+def family_engine(ranks: Ranks, name: str, way: str, precision: str = "no") -> CheckpointedEngine:
+    """Build an engine on a tiny family. Micro batches: two where a replica has two samples or more."""
     kind = name.partition("-")[0]
+    given = {"mixed_precision": precision, "gradient_checkpointing": name == "sd3", "accumulation": 2}
+    sections = {section: dict(table) for section, table in WAYS[way].items()}
+    sections["training"] = given | sections.get("training", {})
+    sections["optimizer"] = {"learning_rate": LR} | sections.get("optimizer", {})
     cfg = families.config(kind, sections, **FAMILIES[name])
     family = families.made(cfg)
     parts = family.load()
     families.trained_once(families.Tiny(family, parts, None))
     batch = families.batch_of(family, families.bucket_of(kind), CAPTIONS, parts=parts)
-    return assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank, ranks.size)])
+    return assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank % 4, min(ranks.size, 4))])
 
 
-CAPTIONS = ("a red cat on a table", "two dogs", "a ship", "snow on a hill")
+def family_step(engine: CheckpointedEngine, step: int) -> float:
+    """Make one update from four samples, dealt to replicas and micro batches."""
+    family: Any = engine.family
+    batch = families.batch_of(family, families.bucket_of(family.name), CAPTIONS, seed=step, parts=engine.parts)
+    rank, size = engine.dp_rank, engine.dp_size
+    ends = (0, 2, 4) if size <= 2 else (0, 4)
+    micro = [cut(batch, rank, size, first, last) for first, last in pairwise(ends)]
+    return float(engine.step(micro, COUNTS).sums["loss"])
 
 
-def family_run(engine: CheckpointedEngine, first: int, last: int, mean: Averages | None = None) -> list[float]:
+def family_run(engine: CheckpointedEngine, first: int, last: int, averages: Averages | None = None) -> list[float]:
     found = []
     for step in range(first, last):
-        family: Any = engine.family
-        batch = families.batch_of(family, families.bucket_of(family.name), CAPTIONS, seed=step, parts=engine.parts)
-        mine = cut(batch, engine.dp_rank, engine.dp_size)
-        found.append(float(engine.step([mine], {"samples": float(len(CAPTIONS))}).sums["loss"]))
-        if mean is not None:
-            mean.update(step)
+        found.append(family_step(engine, step))
+        if averages is not None:
+            averages.update(step)
     return found
 
 
-def family_case(ranks: Ranks, out: Path, name: str) -> dict:
-    """Train, keep an average, draw, export; go on from a checkpoint; and in bf16."""
-    way = "native" if ranks.size == 1 else "fsdp"
-    found: dict[str, Any] = {"bf16": family_run(family_engine(ranks, name, way, "bf16"), 0, FAMILY_STEPS)}
-    engine = family_engine(ranks, name, way, "no")
-    mean = Averages(EMA, engine)
-    drawer, prompt = engine.family.drawer(engine.parts), Prompt("a cat", width=64, height=64, sample_steps=2, seed=5)
-    sampler = "flow_euler" if name != "sdxl" else "ddim"
+def evaluated(engine: CheckpointedEngine) -> float:
+    family: Any = engine.family
+    batch = families.batch_of(family, families.bucket_of(family.name), CAPTIONS, seed=50, parts=engine.parts)
+    return float(engine.evaluate([cut(batch, engine.dp_rank, engine.dp_size)])["loss"])
 
-    def drawn() -> torch.Tensor:
-        with mean.averaged(), engine.drawing():
-            (picture,) = draw_pictures(drawer, [prompt], sampler=sampler, seed=1)
-        return torch.tensor(list(picture.image.getdata()), dtype=torch.float32)
 
-    pictures = {"first": drawn()}
-    found["losses"] = family_run(engine, 0, FAMILY_STEPS // 2, mean)
-    path = commit(engine, out, f"family-{name}", mean)
-    found["losses"] += family_run(engine, FAMILY_STEPS // 2, FAMILY_STEPS, mean)
-    resumed = family_engine(ranks, name, way, "no")
-    resumed.restore(path)
-    again = family_run(resumed, FAMILY_STEPS // 2, FAMILY_STEPS)
-    pictures["last"] = drawn()
-    found["same"] = again == found["losses"][2:] and equal(weights(resumed), weights(engine))
-    exports = {"trained": weights(engine), "ema": dict(engine.full_weights(mean.ema.weights))}
+def drawn(engine: CheckpointedEngine, averages: Averages) -> torch.Tensor | None:
+    """Draw from averaged weights, as a run does; None on a rank that draws nothing."""
+    family: Any = engine.family
+    prompt = Prompt("a cat", width=64, height=64, sample_steps=2, seed=5)
+    if not (engine.dp_rank == 0 or engine.all_forward):
+        return None
+    with averages.averaged(), engine.drawing() as predict:
+        if not engine.leads:
+            return None
+        drawer = family.drawer(engine.parts, predict)
+        (picture,) = draw_pictures(drawer, [prompt], sampler="ddim" if family.name == "sdxl" else "flow_euler", seed=1)
+    return torch.tensor(list(picture.image.getdata()), dtype=torch.float32)
+
+
+def family_case(ranks: Ranks, out: Path, name: str, way: str) -> dict[str, Any]:
+    """Train, keep averages, evaluate, draw, export; and go on from the own checkpoint, to the same bits."""
+    engine = family_engine(ranks, name, way)
+    averages = Averages(EMA, engine)
+    losses = family_run(engine, 0, AT, averages)
+    path = commit(engine, out, f"{name}-{way}", averages)
+    losses += family_run(engine, AT, STEPS, averages)
+    found: dict[str, Any] = {"losses": losses, "evaluated": evaluated(engine)}
+    picture = None if way in DRAWS_NOT else drawn(engine, averages)
+    trained, averaged = weights(engine), weights(engine, averages.ema.weights if averages.ema else None)
+    found["resumed"] = family_taken_up(ranks, path, name, way, trained)
     if ranks.is_logger:
-        for kind, tensors in {**exports, "pictures": pictures}.items():
-            save_file(tensors, out / f"family-{name}-{kind}.safetensors")
+        save_file(trained, out / f"{name}-{way}-trained.safetensors")
+        save_file(averaged, out / f"{name}-{way}-averaged.safetensors")
+        if picture is not None:
+            save_file({"picture": picture}, out / f"{name}-{way}-picture.safetensors")
     return found
+
+
+def family_taken_up(
+    ranks: Ranks, path: Path, name: str, way: str, trained: dict[str, torch.Tensor] | None
+) -> list[Any]:
+    """Go on from a checkpoint of any way: the losses from there, and whether the weights are then those of `trained`."""
+    engine = family_engine(ranks, name, way)
+    engine.restore(path)
+    averages = Averages(EMA, engine)
+    averages.load(path, ranks, AT)
+    losses = family_run(engine, AT, STEPS, averages)
+    return [losses, trained is not None and equal(weights(engine), trained)]
