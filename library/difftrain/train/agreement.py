@@ -35,6 +35,8 @@ Describe = Callable[[Facts, Facts], list[str]]
 
 def agree_on_start(cfg: TrainConfig, ranks: Ranks) -> None:
     """Compare code, packages and configuration. Every rank calls it. Raises ConfigFault that names the machine."""
+    if ranks.size == 1:
+        return
     agree(ranks, "package", "install the same versions on every machine", packages(), differing)
     code = sources() if ranks.leads_node else None  # the ranks of a machine have the same files
     agree(ranks, "difftrain's source files", "install the same version on every machine", code, differing_files)
