@@ -30,7 +30,10 @@ class Weights:
     def __init__(self, value: float) -> None:
         self.weight, self.put = torch.full((2,), value), "nothing"
 
-    all_forward = False
+    all_forward, leads = False, True
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"w": (2,)}
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor, Extent]]:
         yield "w", self.weight, Extent((2,), 0)
@@ -118,7 +121,7 @@ def test_a_grid_says_from_which_weights_it_is(
 ) -> None:
     averages, nothing = averages_of(), contextmanager(lambda *_: iter([None]))
     clock, device = SimpleNamespace(paused=nothing), SimpleNamespace(autocast=nothing)
-    model = TrainedModel(SimpleNamespace(drawer=lambda parts: None), None, averages.engine, averages)  # type: ignore[arg-type]
+    model = TrainedModel(SimpleNamespace(drawer=lambda parts, predict: None), None, averages.engine, averages)  # type: ignore[arg-type]
     cfg = TrainConfig.model_validate({"save": {"output_dir": str(tmp_path)}})
     for name in ("on_device", "during"):
         monkeypatch.setattr(f"difftrain.train.drawing.{name}", nothing)

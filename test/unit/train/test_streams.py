@@ -41,6 +41,9 @@ class Gathering:
     def shards(self) -> Iterator[tuple[str, Tensor, Any]]:
         return ((name, torch.ones(2), SimpleNamespace(shape=(2,))) for name in NAMES)
 
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(NAMES, (2,))
+
     def averaged_weights(self) -> Any:
         return contextlib.nullcontext()
 
