@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import Counter
@@ -85,10 +86,10 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget() -> Iterator[None]:
-    """Leave no tree to the next file: a million objects that every garbage collection would look at."""
+def frozen() -> Iterator[None]:
+    """Keep the trees out of later garbage collections: a million objects."""
     yield
-    parsed.cache_clear()
+    gc.freeze()
 
 
 def breaks(source: str, target: str) -> str:
@@ -104,19 +105,25 @@ def breaks(source: str, target: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_keep_to_the_layers(path: Path) -> None:
-    source = room_of(path)
-    assert source in LEVEL, f"{source}: give this room a layer here and in docs/architecture.md"
+def each_import() -> Iterator[tuple[Path, str, str, bool]]:
+    """Yield (path, where, module, on top of the file) of every import of every file."""
+    for path in FILES:
+        for module, line, top in imports(parsed(path)):
+            yield path, f"{path.relative_to(PACKAGE)}:{line}", module, top
+
+
+def test_imports_keep_to_the_layers() -> None:
+    rooms = {room_of(path) for path in FILES}
+    assert rooms <= set(LEVEL), f"{rooms - set(LEVEL)}: give these a layer here and in docs/architecture.md"
     wrong = []
-    for module, line, _ in imports(parsed(path)):
-        parts = module.split(".")
+    for path, where, module, _ in each_import():
+        parts, source = module.split("."), room_of(path)
         if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks") or parts[1:2] == ["third_patch"]:
-            wrong.append(f"line {line}: library/ imports nothing of {parts[0]}/")
+            wrong.append(f"{where}: library/ imports nothing of {parts[0]}/")
         elif parts[0] == "difftrain" and parts[1:2] not in ([], ["__version__"]):
             if source == "config" and module.startswith(f"{ROWS}."):
                 continue
-            wrong += [f"line {line}: {reason}" for reason in [breaks(source, parts[1])] if reason]
+            wrong += [f"{where}: {reason}" for reason in [breaks(source, parts[1])] if reason]
     assert not wrong, "\n".join(wrong)
 
 
@@ -158,17 +165,16 @@ def test_the_rows_of_families_stand_below_configuration() -> None:
     assert not list(imports(parsed(PACKAGE / "models" / "__init__.py"))), "it is loaded with the rows"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_optional_packages_stay_in_their_room_and_out_of_the_top_of_files(path: Path) -> None:
+def test_optional_packages_stay_in_their_room_and_out_of_the_top_of_files() -> None:
     wrong = []
-    for module, line, top in imports(parsed(path)):
+    for path, where, module, top in each_import():
         package = module.split(".")[0]
         if package not in OPTIONAL:
             continue
         if room_of(path) != OPTIONAL[package]:
-            wrong.append(f"line {line}: {package} belongs to {OPTIONAL[package]}/")
+            wrong.append(f"{where}: {package} belongs to {OPTIONAL[package]}/")
         if top and str(path.relative_to(PACKAGE)) not in LAZY_FILES:
-            wrong.append(f"line {line}: import {package} where it is used")
+            wrong.append(f"{where}: import {package} where it is used")
     assert not wrong, "\n".join(wrong)
 
 
@@ -179,11 +185,8 @@ def test_files_that_import_on_top_are_themselves_imported_late() -> None:
         assert not {m for m in tops for name in late if m == name or m.startswith(f"{name}.")}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_device_room_names_devices(path: Path) -> None:
-    if room_of(path) == "device":
-        return
-    tree = parsed(path)
+def device_names(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield strings that begin as a device's name does; what documents code may."""
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -191,12 +194,19 @@ def test_only_the_device_room_names_devices(path: Path) -> None:
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        if is_text and DEVICE_NAME.match(node.value):
+            yield node
+
+
+def test_only_the_device_room_names_devices() -> None:
+    (found,) = device_names(ast.parse('"""npu"""\na = "cuda:0"'))
+    assert found.lineno == 2
     wrong = [
-        f"line {node.lineno}: {node.value!r}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-        if DEVICE_NAME.match(node.value)
-    ]
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
+        for path in FILES if room_of(path) != "device" for node in device_names(parsed(path))
+    ]  # fmt: skip
     assert not wrong, "\n".join(wrong)
 
 

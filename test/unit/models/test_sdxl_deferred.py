@@ -110,8 +110,9 @@ def test_the_root_may_wait_until_the_caches_are_built() -> None:
         assert name == other and ours.equal(theirs) and ours.requires_grad == theirs.requires_grad
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("sections", "model"), WAYS[:2])
+@pytest.mark.parametrize(
+    ("sections", "model", "layout"), [*((*WAYS[0], layout) for layout in LAYOUTS), (*WAYS[1], LAYOUTS[0])]
+)
 def test_exports_with_sleeping_parts_are_those_with_loaded_ones(
     sections: Any, model: Any, layout: str, tmp_path: Path
 ) -> None:
