@@ -132,17 +132,18 @@ def _near(ranks: Ranks) -> Any:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def counted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     folder = tmp_path_factory.mktemp("counted")
     both: dict[str, dict[str, int]] = {}
-    for size in (2, 4):
+    wide = any(item.get_closest_marker("nightly") for item in request.session.items)
+    for size in (2, 4) if wide else (2,):
         run_ranks(size, f"{__file__}::count", folder, timeout_s=240)
         both |= json.loads((folder / "counted.json").read_text())
     return both
 
 
 @pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("name", [*CASES, *OF_FOUR])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OF_FOUR)])
 def test_bytes_are_those_that_are_counted(
     counted: dict[str, dict[str, int]], name: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +161,10 @@ def test_bytes_are_those_that_are_counted(
         assert found[key] == pytest.approx(payload, rel=0.05), key
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if size == 4 else ()) for name, (_, size, _) in PIPELINES.items()],
+)
 def test_bytes_between_stages_are_those_that_are_counted(counted: dict[str, dict[str, int]], name: str) -> None:
     """Of each kind, of the rank that sends most of it: the others wait for it."""
     kind, size, training = PIPELINES[name]

@@ -1,4 +1,4 @@
-"""The pipeline engine on 2 gloo ranks, and on 2 stages of 2 replicas: one launch each, its cases in sequence, judged here."""
+"""The pipeline engine on 2 gloo ranks, and nightly on 2 stages of 2 replicas: one launch each, its cases in sequence."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def commit(engine: Any, averages: Averages | None, parent: Path, name: str) -> P
     snapshot = engine.snapshot()
 
     def write(folder: Path) -> list[Path]:
-        return snapshot.write(folder) + (averages.write(folder) if averages is not None else [])
+        return snapshot.write(folder) + (averages.snapshot()(folder) if averages is not None else [])
 
     return checkpoint.commit(parent, f"{name}-state", write, engine.ranks, {"step": engine.position})
 
@@ -281,8 +281,14 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def alone(out: Path) -> dict[tuple[str, int], Alone]:
-    return {(name, n): Alone(out, name, n) for name, n in ((*((name, 1) for name in FAMILIES), ("flux", 2)))}
+def is_wide(request: pytest.FixtureRequest) -> bool:
+    return any(item.get_closest_marker("nightly") for item in request.session.items)
+
+
+@pytest.fixture(scope="module")
+def alone(out: Path, is_wide: bool) -> dict[tuple[str, int], Alone]:
+    cases = [*((name, 1) for name in FAMILIES), *([("flux", 2)] if is_wide else [])]
+    return {(name, replicas): Alone(out, name, replicas) for name, replicas in cases}
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +298,10 @@ def two(out: Path, alone: Any) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def four(out: Path, alone: Any) -> list[dict]:
+def four(out: Path, alone: Any, is_wide: bool) -> list[dict]:
+    """Nobody, but in the nightly run."""
+    if not is_wide:
+        return []
     run_ranks(4, f"{__file__}::cases", out, "4", timeout_s=300, env=ON_PATH)
     return json.loads((out / "found4.json").read_text())
 
@@ -323,6 +332,7 @@ def test_checkpoints_go_from_stages_to_one_process_and_back(two: Any, alone: Any
     assert equal(weights(engine, averages.ema.weights), alone[name, 1].averaged)
 
 
+@pytest.mark.nightly
 def test_replicas_of_a_pipeline_add_up(four: Any, alone: Any, out: Path) -> None:
     one = alone["flux", 2]
     for each in four:

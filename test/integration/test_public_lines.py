@@ -22,9 +22,9 @@ from difftrain.data.prepare import Data, global_batches, make_plan, open_data, p
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = pytest.mark.parametrize("line", LINES, ids=[line.name for line in LINES])
-# each is a run of its own: all of them in the nightly script, one of five elsewhere
+# each is a run of its own: all of them in the nightly script, one of eight elsewhere
 TRAINED = [
-    pytest.param(line, id=line.name, marks=() if at % 5 == 0 else pytest.mark.nightly) for at, line in enumerate(LINES)
+    pytest.param(line, id=line.name, marks=() if at % 8 == 0 else pytest.mark.nightly) for at, line in enumerate(LINES)
 ]
 
 

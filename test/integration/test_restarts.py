@@ -92,6 +92,7 @@ runpy.run_path(sys.argv[0].replace("jumping.py", "door.py"), run_name="__main__"
 """
 
 
+@pytest.mark.nightly
 def test_a_clock_that_jumps_changes_nothing(door: Door, unbroken: Path, tmp_path: Path) -> None:
     """Days forth and back from one look to the next: waits, intervals and time-outs are of the monotonic clock."""
     out = tmp_path / "out"
@@ -106,7 +107,7 @@ def test_a_clock_that_jumps_changes_nothing(door: Door, unbroken: Path, tmp_path
     assert "rank 0 of" not in text and "rank 1 of" not in text, text  # nobody is missed
 
 
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_torchrun_goes_on_by_itself_after_a_rank_is_killed(
     door: Door, unbroken: Path, tmp_path: Path, machines: int
 ) -> None:
