@@ -103,9 +103,14 @@ def test_fp16_is_scaled_from_128_on_without_a_wait(train: Runner, cpu: Trained) 
     close(npu.losses, cpu.losses[:8], 2e-2)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one(train: Runner) -> None:
-    flags = ("--mixed_precision=bf16", "--save_state", "--save_every_n_steps=3", "--use_ema", "--ema_decay=0.9")
+@pytest.mark.parametrize("more", [(), ("--save_async",)])
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one(train: Runner, more: tuple[str, ...]) -> None:
+    flags = ("--mixed_precision=bf16", "--save_state", "--save_every_n_steps=3", "--use_ema", "--ema_decay=0.9", *more)
     whole = train("npu", *flags, steps=6)
+    lines = [
+        line for line in (whole.out / "console.log").read_text().splitlines() if "step00000003-state at step" in line
+    ]
+    assert len(lines) == 1 and ("in the background" in lines[0]) == bool(more)
     state = whole.out / "NAME-step00000003-state"
     again = train("npu", *flags, f"--resume={state}", steps=6)
     assert again.losses == whole.losses[3:]

@@ -40,7 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors; wide ones first, so that every one of them is aligned in the file."""
+    """Write tensors, one after the other by way of the host; wide ones first, so that each is aligned in the file."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -58,7 +58,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            file.write(_bytes(tensors[name].contiguous()).data)
+            file.write(_bytes(tensors[name].detach().cpu().contiguous()).data)
 
 
 def _copy(buffer: Tensor, tensor: Tensor) -> None:
