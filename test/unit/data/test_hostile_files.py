@@ -32,7 +32,6 @@ from difftrain.sampling.prompts import read_prompts
 from difftrain.testing.pictures import picture, write_folder, write_tar
 from difftrain.train.outputs import write_rejects
 
-pytestmark = pytest.mark.workers
 ODD = "\u2028\u2029\x85\x0b\x0c\x1c"  # str.splitlines() ends a line at each of them
 
 
@@ -67,6 +66,7 @@ UNREAD = {name: "cannot read" for name in ("pipe.png", "zero.png", "nowhere.png"
 REFUSED = {**UNREAD, "kernel.png": "empty", "sparse.jpg": "too large"}
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("verify", ["full", "quick"])
 def test_what_waits_or_never_ends_is_named(tmp_path: Path, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
