@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux-attention": {"train_only": ("attn",)},  # the rest is held as its source has it
 }
 ACCELERATE, OSS = {"training": {"engine": "accelerate"}}, {"optimizer": {"type": "oss"}}
-# sections that make a way -> one of those that main() of any number of ranks takes
+# ways to run over ranks -> their sections of a configuration
 WAYS: dict[str, dict[str, Any]] = {
     "native": {},
     "oss": OSS,
@@ -96,7 +96,7 @@ def family_engine(ranks: Ranks, name: str, way: str, precision: str = "no") -> C
     parts = family.load()
     families.trained_once(families.Tiny(family, parts, None))
     batch = families.batch_of(family, families.bucket_of(kind), CAPTIONS, parts=parts)
-    return assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank % 4, min(ranks.size, 4))])
+    return assembled(cfg, ranks, family, parts, [cut(batch, ranks.rank, ranks.size)])
 
 
 def family_step(engine: CheckpointedEngine, step: int) -> float:

@@ -102,8 +102,10 @@ class Engine(Protocol):
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of the whole model, whoever holds it
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
     def drawing(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]: ...
+
     # a replica's ranks enter together; in it modules of the root may be called. Who leads gets what calls the denoiser, or
     # None: the root itself can be called. Ranks that do not lead answer its calls until it has left
+
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
     def averaged_weights(

@@ -98,9 +98,8 @@ class Heartbeats:
         self._roll = Roll(answered=False)
         self._seen = ("", time.monotonic(), False)  # the neighbour's last sign, since when, whether it was named
         self._dumped, self._over_at = False, 0.0
-        self.pace = (
-            ""  # what the others may know of this rank's own time: one word, as train/diagnosis/slow_ranks.py has it
-        )
+        # what the others may know of this rank's own time: one word, as train/diagnosis/slow_ranks.py has it
+        self.pace = ""
         self._comparing: tuple[Callable[[list[str]], None], float] | None = None
         self._compared_at = self._born
         if rank == 0:

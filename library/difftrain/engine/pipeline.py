@@ -29,7 +29,7 @@ from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.master_weights import MasterWeights, norms
 from difftrain.engine.partition import STAGES, Cut
 from difftrain.engine.stages import Grid, Stages, Work, drop
-from difftrain.engine.update import TOTAL, AfterBackward, Update, found_overflow
+from difftrain.engine.update import TOTAL, AfterBackward, Update, overflow_flags
 from difftrain.optim import estimate
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class AcrossStages(AfterBackward):
         dist.all_reduce(by_tensor, group=self._group)
         norm = torch.linalg.vector_norm(by_tensor)
         if self._scaler is not None:
-            for overflow in found_overflow(self._scaler, seen):
+            for overflow in overflow_flags(self._scaler, seen):
                 overflow.copy_(torch.isfinite(norm).logical_not())
         return norm
 

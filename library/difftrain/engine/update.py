@@ -71,7 +71,7 @@ class AfterBackward:
         seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
-            master_weights.share_overflow(found_overflow(scaler, seen))
+            master_weights.share_overflow(overflow_flags(scaler, seen))
         norm = self._norm(master_weights, gradients, seen)
         if self._max_norm > 0:
             master_weights.clip(self._max_norm, norm)
@@ -101,10 +101,10 @@ def _poison(gradient: Tensor, loss: Tensor) -> None:
 
 def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
     """Return what unscale_ found, 1.0 or 0.0."""
-    return torch.stack([value.reshape(()).float() for value in found_overflow(scaler, optimizer)]).amax()
+    return torch.stack([value.reshape(()).float() for value in overflow_flags(scaler, optimizer)]).amax()
 
 
-def found_overflow(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return what unscale_ found on each device.
 
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer

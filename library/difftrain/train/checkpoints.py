@@ -12,18 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from difftrain import checkpoint
 from difftrain.cache.request import bytes_text
 from difftrain.checkpoint import Claim, Own, SaveName
-from difftrain.checkpoint.background import Background
 from difftrain.config import TrainConfig
 from difftrain.distributed.collective import heartbeat, run_on
 from difftrain.distributed.ranks import RankLost, lost
@@ -42,6 +42,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("difftrain")
 CLOCK_FILE = "clock.json"
 VOTE_S = 1.0  # between two votes on whether all ranks have written
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Run an action in a thread that does not outlive the process; hold what came of it.
+
+    No collective of the training's groups may be called from two threads: it takes those of Ranks.beside().
+    """
+
+    def __init__(self, action: Callable[[], T], name: str) -> None:
+        self._action, self._ended = action, threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._began, self.seconds = time.monotonic(), 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def ended(self, wait_s: float | None = 0.0) -> bool:
+        """Tell whether it is done, now or within some seconds; None: wait for as long as it takes."""
+        return self._ended.wait(wait_s)
+
+    def result(self) -> T:
+        """Return what the action returned, or raise what it raised; once it has ended."""
+        assert self._ended.is_set(), "it is still going on"
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        try:
+            self._result = self._action()
+        except BaseException as error:  # of any kind: raised where the result is taken
+            self._error = error
+        self.seconds = time.monotonic() - self._began
+        self._ended.set()
 
 
 @dataclass
@@ -109,7 +144,7 @@ class Checkpoints:
             progress = self._meter.update_progress()
             if (earlier := self._pending) is not None:
                 began = time.monotonic()
-                self.settle(wait=True)
+                self.finish_pending(wait=True)
                 if self._ranks.is_logger:
                     waited = time.monotonic() - began
                     log.info("checkpoint %s waited %.1f s until %s was written", name, waited, earlier.name)
@@ -177,7 +212,7 @@ class Checkpoints:
             pending.fault = error
         return path
 
-    def settle(self, *, wait: bool) -> None:
+    def finish_pending(self, *, wait: bool) -> None:
         """Take note of the checkpoint in the background once all ranks have written it. Every rank calls it, between steps.
 
         Waiting is a vote every second, in which a rank that is lost is missed, while a slow disk may take its time.

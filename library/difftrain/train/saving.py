@@ -123,7 +123,7 @@ class Saving:
     def after_step(self, at: Position) -> None:
         """Save where a step, a number of examples or an epoch is due; under kohya's names the last epoch is the end's."""
         save, epoch = self._cfg.save, at.epoch_end
-        self.checkpoints.settle(wait=False)
+        self.checkpoints.finish_pending(wait=False)
         self.checkpoints.reserve(due=self._recurs)
         if self._due(at):
             self._save(at, SaveName("step", at.step), state=save.state)
@@ -144,7 +144,7 @@ class Saving:
         """
         name = SaveName("step", at.step)
         if wait:
-            self.checkpoints.settle(wait=True)
+            self.checkpoints.finish_pending(wait=True)
         if not self.checkpoints.has(at):
             self.checkpoints.write(at, name, wait=wait)
         if export and self._exported_at != at.step:
@@ -154,7 +154,7 @@ class Saving:
     def after_training(self, at: Position) -> None:
         """Write what a finished run leaves: the last export, and its checkpoint where asked for; by step, always both."""
         save, epoch = self._cfg.save, at.epoch_end if self._by_step else None
-        self.checkpoints.settle(wait=True)
+        self.checkpoints.finish_pending(wait=True)
         if not self._by_step:
             if (save.state or save.state_on_train_end) and not (
                 self._numbered and self.checkpoints.saved_at == at.step

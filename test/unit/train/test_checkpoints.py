@@ -112,12 +112,12 @@ def test_what_is_written_later_is_the_state_of_its_step(tmp_path: Path, gate: th
     later.train(3)
     assert later.checkpoints.newest is None and later.checkpoints.has(Position(3))
     gate.set()
-    later.checkpoints.settle(wait=True)
+    later.checkpoints.finish_pending(wait=True)
     expected = content(tmp_path / "now" / "N-step00000003-state")
     assert {"weights-00000.safetensors", "ema-00000.safetensors", "progress.json"} < expected.keys()
     assert content(tmp_path / "later" / "N-step00000003-state") == expected
     later.save()
-    later.checkpoints.settle(wait=True)
+    later.checkpoints.finish_pending(wait=True)
     now.train(3)
     now.save()
     assert content(later.checkpoints.newest) == content(now.checkpoints.newest)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_the_next_one_waits_and_says_for_how_long(
         record for record in caplog.records if " waited " in record.getMessage() and record.args[0] != first.name
     ]  # type: ignore[index]
     assert waited.args[2] == first.name and float(waited.args[1]) > 0.1  # type: ignore[index,arg-type]
-    stage.checkpoints.settle(wait=True)
+    stage.checkpoints.finish_pending(wait=True)
     assert names(tmp_path) == ["N-step00000001-state", "N-step00000002-state"]
 
 
@@ -149,11 +149,11 @@ def test_only_the_time_in_which_training_stands_still_is_saving(tmp_path: Path, 
     stage.train(1)
     stage.save()
     time.sleep(0.5)
-    stage.checkpoints.settle(wait=False)
+    stage.checkpoints.finish_pending(wait=False)
     assert stage.checkpoints.newest is None  # it is not waited for between steps
     gate.set()
     assert stage.checkpoints._pending is not None and stage.checkpoints._pending.work.ended(60)
-    stage.checkpoints.settle(wait=False)
+    stage.checkpoints.finish_pending(wait=False)
     assert stage.checkpoints.saved_at == 1 and stage.checkpoints.written == 1
     assert 0.0 < stage.clock.session().pauses_s["saving"] < 0.4
 
@@ -176,7 +176,7 @@ def test_a_failure_is_told_as_if_training_had_waited(
             caplog.clear()
             stage.train(1)
             stage.save()
-            stage.checkpoints.settle(wait=True)
+            stage.checkpoints.finish_pending(wait=True)
             messages.append(caplog.messages)
             assert stage.checkpoints.failed == 1 and not stage.checkpoints.has(stage.at)
             with pytest.raises(checkpoint.SaveFault, match=r"N-step00000002-state was not"):
@@ -184,7 +184,7 @@ def test_a_failure_is_told_as_if_training_had_waited(
         assert names(tmp_path / str(asynchronous)) == ["N-step00000001-state"]
         checkpoint.verify(tmp_path / str(asynchronous) / "N-step00000001-state")
         stage.save()  # and training goes on
-        stage.checkpoints.settle(wait=True)
+        stage.checkpoints.finish_pending(wait=True)
         assert stage.checkpoints.saved_at == 2
     assert messages[0] == messages[1] and len(messages[0]) == 1
 
@@ -221,7 +221,7 @@ def test_what_is_replaced_goes_once_the_newer_one_is_verified(
         gate.set()
         stage.train(1)
         stage.save()
-        stage.checkpoints.settle(wait=True)
+        stage.checkpoints.finish_pending(wait=True)
     assert names(tmp_path) == ["N-step00000002-state", "N-step00000003-state"]
     gate.clear()
     stage.train(1)
@@ -230,7 +230,7 @@ def test_what_is_replaced_goes_once_the_newer_one_is_verified(
     assert {"N-step00000002-state", "N-step00000003-state"} < set(names(tmp_path))
     gate.set()
     with caplog.at_level("INFO", "difftrain"):
-        stage.checkpoints.settle(wait=True)
+        stage.checkpoints.finish_pending(wait=True)
     assert names(tmp_path) == ["N-step00000003-state", "N-step00000004-state"]
     assert any("N-step00000002-state" in message and "deleted" in message for message in caplog.messages)
 
@@ -248,7 +248,7 @@ def test_memory_of_copies_is_there_before_the_first_save(tmp_path: Path) -> None
     assert places and averages
     stage.train(1)
     stage.save()
-    stage.checkpoints.settle(wait=True)
+    stage.checkpoints.finish_pending(wait=True)
     assert {name: buffer.data_ptr() for name, buffer in stage.engine._buffers._buffers.items()} == places
     assert {name: buffer.data_ptr() for name, buffer in stage.checkpoints._buffers._buffers.items()} == averages
     now = Stage(tmp_path / "now", asynchronous=False)
@@ -301,10 +301,10 @@ def test_it_counts_once_every_rank_has_written(tmp_path: Path, disks: int) -> No
     def act(stage: Stage) -> tuple[int, int]:
         stage.save()
         time.sleep(0.2)
-        stage.checkpoints.settle(wait=False)
+        stage.checkpoints.finish_pending(wait=False)
         before = stage.checkpoints.saved_at
         opened.set()
-        stage.checkpoints.settle(wait=True)
+        stage.checkpoints.finish_pending(wait=True)
         return before, stage.checkpoints.saved_at
 
     assert on_ranks(tmp_path, wait, act, disks) == [(-1, 5)] * 4
@@ -325,7 +325,7 @@ def test_a_rank_whose_disk_is_full_fails_it_on_all(tmp_path: Path, disks: int) -
 
     def act(stage: Stage) -> tuple[int, int]:
         stage.save()
-        stage.checkpoints.settle(wait=True)
+        stage.checkpoints.finish_pending(wait=True)
         return stage.checkpoints.saved_at, stage.checkpoints.failed
 
     assert on_ranks(tmp_path, wait, act, disks) == [(-1, 1)] * 4
