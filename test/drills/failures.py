@@ -5,8 +5,8 @@
 A round takes one topology (one process; DDP, FSDP, accelerate, DeepSpeed or two stages of a pipeline on two), one event (a rank, the
 launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go away) and one moment
 (while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts, and in
-every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must be those of the unbroken run of the same topology. With --state a count is kept, and the next call
-goes on from it. Prints a line a round, and sums; exits with 1 at the first difference, or where something hangs.
+every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must be those of the
+unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Prints a line a round, and sums; exits with 1 at the first difference, or where something hangs.
 """
 
 from __future__ import annotations
