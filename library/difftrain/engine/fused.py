@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,20 +11,19 @@ import torch.distributed as dist
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.master_weights import norms, steps_apart
-from difftrain.engine.update import Updated, may_step, step
+from difftrain.engine.master_weights import norms, runs, steps_apart
+from difftrain.engine.update import Update, Updated, may_step, step
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from difftrain.contracts import Group
     from difftrain.distributed.ranks import Ranks
     from difftrain.engine.master_weights import MasterWeights
 
 
-class DuringBackward:
+class DuringBackward(Update):
     """Apply the gradients of a few parameters at a time, in hooks that autograd calls in the same order on every rank.
 
     Two things differ from an update after the backward, and cannot be had here: each gradient is clipped by its own
@@ -33,22 +32,24 @@ class DuringBackward:
     the whole step, since it is known before the backward.
     """
 
+    needs_loss = True
+
     def __init__(
         self,
         master_weights: MasterWeights,
-        optimizer: Optimizer,
         parts: list[list[str]],
         ranks: Ranks,
         max_grad_norm: float,
     ) -> None:
+        optimizer = master_weights.optimizer
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             what = f"{name} needs all gradients at once, and cannot update during the backward pass"
             raise ConfigFault(
                 [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward pass")]
             )
-        self._master_weights, self._optimizer, self._parts, self._ranks = master_weights, optimizer, parts, ranks
-        self._max_norm = max_grad_norm  # 0 does not clip
+        super().__init__(master_weights, max_grad_norm)
+        self._parts, self._ranks = parts, ranks
         self._armed = False
         self._waiting: list[set[str]] = []
         self._skipped: Tensor | None = None
@@ -102,7 +103,7 @@ class DuringBackward:
                 master_weights.multiply(name, factor)
         skipped = self._skipped
         if may_step(self._optimizer, skipped):
-            master_weights.step_part(self._optimizer, names, lambda optimizer: step(optimizer, skipped))
+            master_weights.step_part(names, lambda optimizer: step(optimizer, skipped))
         else:
             master_weights.clear(names)
 
@@ -130,14 +131,4 @@ def parts_of(groups: list[Group], count: int | None) -> list[list[str]]:
     if count is None:
         return [[name] for group in groups for name, _ in group.named_params]
     rates = {name: group.lr for group in groups for name, _ in group.named_params}
-    return list(_runs(rates, math.ceil(len(rates) / count)))
-
-
-def _runs(rates: Mapping[str, float], most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    for name, rate in rates.items():
-        if names and (len(names) == most or rates[names[-1]] != rate):
-            yield names
-            names = []
-        names.append(name)
-    yield names
+    return list(runs(rates, math.ceil(len(rates) / count), kind=rates.__getitem__))

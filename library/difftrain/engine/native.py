@@ -46,4 +46,4 @@ class NativeEngine(CheckpointedEngine):
             )
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         max_norm = self.cfg.training.max_grad_norm
-        return DuringBackward(self._master_weights, self.optimizer, parts, self.ranks, max_norm)
+        return DuringBackward(self._master_weights, parts, self.ranks, max_norm)
