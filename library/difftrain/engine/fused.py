@@ -45,9 +45,8 @@ class DuringBackward(Update):
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             what = f"{name} needs all gradients at once, and cannot update during the backward pass"
-            raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward pass")]
-            )
+            remedy = "AdamW or Adafactor, or an update after the backward pass"
+            raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
         super().__init__(master_weights, max_grad_norm)
         self._parts, self._ranks = parts, ranks
         self._armed = False
@@ -88,7 +87,9 @@ class DuringBackward(Update):
     def _update(self, names: list[str]) -> None:
         master_weights = self._master_weights
         gradients = master_weights.gradients(names)
-        self._sum(gradients)
+        if self._ranks.size > 1:  # they come here in the same order: they run the same graph
+            for work in [dist.all_reduce(gradient, dist.ReduceOp.SUM, async_op=True) for gradient in gradients]:
+                work.wait()
         norms_of_parts = norms(gradients)
         part_norms = torch.stack(norms_of_parts)
         if self._norms is not None:
@@ -106,13 +107,6 @@ class DuringBackward(Update):
             master_weights.step_part(names, lambda optimizer: step(optimizer, skipped))
         else:
             master_weights.clear(names)
-
-    def _sum(self, gradients: list[Tensor]) -> None:
-        """Sum over the ranks, which come here in the same order: they run the same graph."""
-        if self._ranks.size > 1:
-            works = [dist.all_reduce(gradient, dist.ReduceOp.SUM, async_op=True) for gradient in gradients]
-            for work in works:
-                work.wait()
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:

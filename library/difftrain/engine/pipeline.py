@@ -134,15 +134,14 @@ class PipelineEngine(CheckpointedEngine):
 
         Every rank calls it: the names of the terms are what the last stages have seen.
         """
-        numbered = list(enumerate(micro))
         vectors: list[Tensor] = []
-        for key, group in itertools.groupby(numbered, key=lambda item: self._stages.key(item[1])):
-            run = list(group)
-            for piece in self._pieces([batch for _, batch in run], trains):
-                first = run[piece.start][0]
-                layout = self._stages.layout(key, run[0][1])
-                made = self._stages.run(key, Work([batch for _, batch in run[piece]], layout, trains, True, first))
+        first = 0
+        for key, group in itertools.groupby(micro, key=self._stages.key):
+            batches = list(group)
+            for run in runs(batches, self._at_once(len(batches)) if trains else 1):
+                made = self._stages.run(key, Work(run, self._stages.layout(key, run[0]), trains, True, first))
                 vectors += [made[number] for number in sorted(made)]
+                first += len(run)
         if not self._shared_terms:
             self._terms.names = max(self.ranks.gather(self._terms.names), key=len)
             self._shared_terms = bool(self._terms.names)
@@ -150,13 +149,10 @@ class PipelineEngine(CheckpointedEngine):
             return torch.stack(vectors).sum(0)
         return torch.zeros(len(self._terms.names), device=self.device.torch_device)
 
-    def _pieces(self, micro: Sequence[Batch], trains: bool) -> Iterator[slice]:
-        """Cut micro batches into as many as a schedule takes at once: interleaved ones go in rounds of the stages."""
-        count = len(micro) if trains else 1
-        if PIECES[self.cfg.training.pipeline_schedule] > 1 and count > self.stages:
-            count -= count % self.stages
-        for begin in range(0, len(micro), count):
-            yield slice(begin, min(begin + count, len(micro)))
+    def _at_once(self, count: int) -> int:
+        """Return how many of so many micro batches a schedule takes at once: interleaved ones go in rounds of the stages."""
+        rounds = PIECES[self.cfg.training.pipeline_schedule] > 1 and count > self.stages
+        return count - count % self.stages if rounds else count
 
     # ------------------------------------------------------------------ evaluating
 

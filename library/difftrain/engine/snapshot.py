@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from difftrain.checkpoint.compatibility import ENGINE_FILE
 from difftrain.checkpoint.tensor_files import as_bytes, write_safetensors
 from difftrain.contracts import TensorFile
 
@@ -67,7 +68,6 @@ class HostBuffers:
             buffer.zero_()
 
 
-ENGINE_FILE = "engine.json"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -281,9 +282,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 def _moved(layout: StageLayout, device: Any) -> StageLayout:
     """Bring the tensors of a layout to a device."""
-    chain = layout.chain
-    fields = getattr(chain, "__dataclass_fields__", None)
-    if fields is not None:
-        values = {name: getattr(chain, name) for name in fields}
-        chain = type(chain)(**pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values))
-    return layout._replace(chain=chain)
+    if not is_dataclass(layout.chain):
+        return layout
+    values = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(layout.chain))
+    return layout._replace(chain=replace(layout.chain, **values))

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain import checkpoint, optim
+from difftrain.checkpoint.compatibility import engine_file
 from difftrain.checkpoint.tensor_files import CheckpointReader
 from difftrain.contracts import EVERY, ConfigFault, Fault, Parts
 from difftrain.diffusion.ema import start_share
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine.checkpointing import engine_file
 from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS
 from difftrain.models.placeholder import DTYPES, fill
 from difftrain.models.registry import make_family
