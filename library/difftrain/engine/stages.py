@@ -282,7 +282,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 def _moved(layout: StageLayout, device: Any) -> StageLayout:
     """Bring the tensors of a layout to a device."""
-    if not is_dataclass(layout.chain):
+    if not is_dataclass(type(layout.chain)):
         return layout
     values = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(layout.chain))
     return layout._replace(chain=replace(layout.chain, **values))
