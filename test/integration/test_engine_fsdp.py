@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the 
 from family_engines import EMA, LR, assembled, commit, equal, family_case, family_engine, family_run, weights
 from family_engines import STEPS as FAMILY_STEPS
 
+from difftrain.checkpoint.tensor_files import PIECES, CheckpointReader
 from difftrain.config.schema.sections import (
     FsdpSection,
     OptimizerSection,
@@ -28,9 +29,8 @@ from difftrain.contracts import ConfigFault
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.engine.checkpointing import CheckpointedEngine
-from difftrain.engine.snapshot import OPTIMIZER, PIECES, WEIGHTS
+from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
 from difftrain.train.averages import Averages

@@ -15,11 +15,10 @@ from torch import nn
 from difftrain.config.parse_flags import parse
 from difftrain.config.schema.sections import TrainingSection
 from difftrain.contracts import Batch, Bucket, ConfigFault, TrainingFault
-from difftrain.device import Device, choose, fp8
+from difftrain.device import Device, choose, compiling, fp8
 from difftrain.device.memory import during
 from difftrain.device.offload import HostMemory
 from difftrain.distributed.launch import Launch
-from difftrain.engine import base
 from difftrain.train.check import check_device
 from difftrain.train.diagnosis.out_of_memory import explained
 
@@ -174,11 +173,11 @@ def test_steps_are_timed_by_events(npu: Device) -> None:
 def test_compile_is_off_and_says_why(npu: Device) -> None:
     section = TrainingSection(compile=True)
     block = nn.Linear(2, 2)
-    assert base.faults(section, npu) == []
-    said = base.compile_blocks([block], section, npu, buckets=False)
+    assert compiling.compile_faults(section, npu) == []
+    said = compiling.compile_blocks([block], section, npu, buckets=False)
     assert said.startswith("compile: off on npu: what inductor ")
     assert block._compiled_call_impl is None
-    (fault,) = base.faults(TrainingSection(compile=True, compile_backend="cudagraphs"), npu)
+    (fault,) = compiling.compile_faults(TrainingSection(compile=True, compile_backend="cudagraphs"), npu)
     assert "it records CUDA graphs, and this run is on npu" in fault
 
 

@@ -7,8 +7,8 @@ import torch
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
 from difftrain.device import choose, combined, patches
-from difftrain.engine.optimizer_state import NamedState
 from difftrain.optim import make_optimizer
+from difftrain.optim.state import NamedState
 
 NPU = "npu:0"
 KINDS = {"torch, cpu": ("AdamW", "cpu"), "torch, npu": ("AdamW", NPU), "torch_npu": ("NpuFusedAdamW", NPU)}

@@ -2,10 +2,12 @@
 
 The way of a save:
  1. claim.py        one run an output folder
- 2. commit.py       all ranks write aside, a manifest seals the files, the folder gets its name
- 3. find.py         names of saves, and the newest complete one to resume; what a dead run left is cleaned up
- 4. record.py       run.json: which run a folder belongs to, and what may be done with it
- 5. retain.py       how many saves are kept
+ 2. tensor_files.py each rank's tensors in files, complete or in pieces, and back for any number of ranks
+ 3. commit.py       all ranks write aside, a manifest seals the files, the folder gets its name
+ 4. find.py         names of saves, and the newest complete one to resume; what a dead run left is cleaned up
+    compatibility.py   whether it is of this model and this optimizer
+ 5. record.py       run.json: which run a folder belongs to, and what may be done with it
+ 6. retain.py       how many saves are kept
 """
 
 from difftrain.checkpoint.claim import Claim, claim_together

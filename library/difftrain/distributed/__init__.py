@@ -6,4 +6,5 @@
 3. loopback.py     ports that only this machine reaches, where all ranks are on it
 4. heartbeats.py   heartbeats, so that whoever waits in vain can name the rank that is silent
 5. collective.py   work that one process does for the others, with its errors raised on all
+6. groups.py       ranks that have the parts of one model; partition.py which blocks each stage of a pipeline has
 """

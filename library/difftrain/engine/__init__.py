@@ -7,9 +7,8 @@ The way of a step:
  3. ddp.py          gradients are summed over ranks, never averaged; gradients.py looks at the first ones
  4. update.py       unscale, measure, clip, skip or update; fused.py updates during the backward pass instead
  5. half_precision.py, master_weights.py   the fp32 value of half weights, and who holds it
- 6. pipeline.py, stages.py, partition.py   instead of 1 to 3: the model cut into stages, each on its own rank
- 7. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks;
-    checkpoint_reader.py   tensors by name, or ranges of them, whatever pieces the files hold
+ 6. pipeline.py, stages.py   instead of 1 to 3: the model cut into stages, each on its own rank
+ 7. checkpointing.py, snapshot.py   what a rank writes, and how everything is taken back, on any number of ranks
 """
 
 from __future__ import annotations

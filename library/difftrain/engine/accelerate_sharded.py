@@ -6,16 +6,16 @@ third_patch mends both and teaches accelerate to prepare them; the doors apply i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from difftrain.contracts import Batch, Group
+from difftrain.distributed.groups import RankGroup
 from difftrain.engine.accelerate import AccelerateEngine, make_accelerator
 from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.gradients import Arrivals
 from difftrain.engine.master_weights import MasterWeights
 from difftrain.optim import inner
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 class ShardedEngine(AccelerateEngine):
     """Reduce each gradient to the one rank that updates its parameter, and send the parameter back."""
+
+    sees_gradients = False  # what this rank has of others' is no sum
 
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done."""
@@ -67,20 +69,16 @@ class ShardedMasterWeights(MasterWeights):
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__(weights)
-        self._arrived: set[str] = set()
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._note(name)) for name, weight in weights.items()]
-
-    def _note(self, name: str) -> Callable[[Any], None]:
-        return lambda _: self._arrived.add(name)
+        self._arrivals = Arrivals(weights)
 
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Learn which parameters are this rank's."""
-        self._optimizer, self._ranks = optimizer, ranks
+        super().attach(optimizer, ranks)
         self._own_params = [param for group in inner(optimizer).param_groups for param in group["params"]]
 
-    def for_scaler(self, optimizer: Optimizer) -> Any:
+    def for_scaler(self) -> Any:
         """Return the inner optimizer, which holds this rank's parameters alone."""
-        return inner(optimizer)
+        return inner(self.optimizer)
 
     def gradients(self, names: Iterable[str] | None = None) -> list[Tensor]:
         """Return the reduced gradients that this rank updates with."""
@@ -90,11 +88,7 @@ class ShardedMasterWeights(MasterWeights):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all ranks: of the norms of their shares."""
         device = next(iter(self.weights.values())).device
-        norms_by_rank = torch.zeros(self._ranks.size, device=device)
-        if gradients:
-            norms_by_rank[self._ranks.rank] = super().norm(gradients)
-        dist.all_reduce(norms_by_rank, dist.ReduceOp.SUM)
-        return torch.linalg.vector_norm(norms_by_rank)
+        return RankGroup(None, device).norm(super().norm(gradients) if gradients else None, device)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale this rank's gradients down where the norm of all is above max_norm."""
@@ -102,14 +96,8 @@ class ShardedMasterWeights(MasterWeights):
 
     def missing_gradients(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        return [name for name in self.weights if name not in self._arrived]
-
-    def largest_gradients(self) -> dict[str, Tensor]:
-        """Return nothing: what this rank holds of others' gradients is no sum."""
-        return {}
+        return self._arrivals.missing()
 
     def clear(self, names: Iterable[str] | None = None) -> None:
         """Zero gradients where they are: they are views of the buckets that are reduced."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()

@@ -6,7 +6,7 @@ them. What it averages is multiplied back, and a step whose loss is not finite i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +26,26 @@ from difftrain.engine.accelerate_zero_state import LossScale, ZeroMasterWeights,
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.ddp import as_evaluated
 from difftrain.engine.master_weights import DTYPES, MasterWeights
-from difftrain.engine.optimizer_state import NamedState
 from difftrain.engine.update import Update, Updated
+from difftrain.optim.state import NamedState
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class ZeroEngine(AccelerateEngine):
     """Let every rank hold a part of the optimizer's state, of the gradients, and of the weights, as the stage says."""
 
+    repeats = sees_gradients = False  # weights, gradients or both lie in pieces on the ranks
+
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
         return [*super().faults(), *unsupported(self.cfg, self.device)]
 
-    def _move_root(self, root: nn.Module) -> nn.Module:
+    def _move_root(self) -> None:
         """Bring the root to the device, or only this rank's parts of it."""
         one_process_group(self.device)
+        root = self.root
         scale = self.device.scaler("fp16") if self.cfg.training.mixed_precision == "fp16" else None
         elements = sum(param.numel() for param in root.parameters())
         self._plugin = make_plugin(self.cfg, self.dp_size, elements, 1.0 if scale is None else scale.get_scale())
@@ -55,7 +58,8 @@ class ZeroEngine(AccelerateEngine):
         self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **self._env)
         unset_hf_deepspeed_config()  # else transformers cuts every model that is made from here on, an export's too
         if not self.cfg.deepspeed.zero3_init:
-            return super()._move_root(root)
+            super()._move_root()
+            return
         from deepspeed import zero
 
         dtype = DTYPES.get(self.cfg.training.mixed_precision, torch.float32)
@@ -64,39 +68,33 @@ class ZeroEngine(AccelerateEngine):
         for buffer in root.buffers():
             buffer.data = buffer.to(self.device.torch_device)
         zero.Init(module=root, config_dict_or_path=self._plugin.deepspeed_config, dtype=dtype)
-        return root
 
     def _make_master_weights(self) -> MasterWeights:
-        return ZeroMasterWeights(self._trained, self.root, self.cfg.deepspeed.zero_stage)
+        self._zero_weights = ZeroMasterWeights(self._trained, self.root, self.cfg.deepspeed.zero_stage)
+        return self._zero_weights
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
-        self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
+        if self.cfg.deepspeed.zero_stage == 3 and self.dp_size > 1:
+            self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
         made = self._optimizer_for(groups, make_optimizer)
         self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
         with without_launcher_env(self._env):
             self._wrapped, _ = self.accelerator.prepare(self.root, made)
         zero = self._wrapped.optimizer
-        assert isinstance(self._master_weights, ZeroMasterWeights)
-        self._master_weights.bind(zero)
+        self._zero_weights.bind(zero)
         self._scaler = LossScale(zero.loss_scaler) if self.cfg.training.mixed_precision == "fp16" else None  # type: ignore[assignment]
         return zero.optimizer
 
     def _make_update(self, groups: list[Group]) -> Update:
-        assert isinstance(self._master_weights, ZeroMasterWeights)
-        return ZeroUpdate(self._wrapped, self._master_weights)
+        self._zero_update = ZeroUpdate(self._wrapped, self._zero_weights)
+        return self._zero_update
 
     def _make_state(self) -> ZeroState:
-        assert isinstance(self._master_weights, ZeroMasterWeights)
-        return ZeroState(self.optimizer, self._kind, self._master_weights)
+        return ZeroState(self.optimizer, self._kind, self._zero_weights)
 
     def _backward(self, loss: Tensor) -> None:
-        assert isinstance(self._update, ZeroUpdate)
         # DeepSpeed divides by the number of ranks; scale_wrt_gas would divide by the micro batches
-        self._wrapped.backward(loss * self.dp_size * self._update.factor, scale_wrt_gas=False)
-
-    def repeat(self, *args: Any, **options: Any) -> bool:
-        """Repeat nothing: weights, gradients or both lie in pieces on the ranks."""
-        return False
+        self._wrapped.backward(loss * self.dp_size * self._zero_update.factor, scale_wrt_gas=False)
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
@@ -107,59 +105,20 @@ class ZeroEngine(AccelerateEngine):
         finally:
             self._wrapped.set_gradient_accumulation_boundary(True)
 
-    # ------------------------------------------------------------------ weights that no rank holds whole
 
-    @property
-    def _shards_weights(self) -> bool:
-        return self.cfg.deepspeed.zero_stage == 3
-
-    def _evaluated(self, micro: list[Batch]) -> Tensor | None:
-        """Return this rank's sums; a rank with fewer batches than another goes along with its forwards, for nothing.
-
-        Every forward of stage 3 puts weights together, which takes all ranks.
-        """
-        if self._shards_weights and self.dp_size > 1:
-            with self._evaluating():
-                for _ in range(max(self.ranks.gather(len(micro))) - len(micro)):
-                    self._forward(self._spare[0], self.root)
-        return super()._evaluated(micro)
-
-    @contextmanager
-    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put other weights in place for a while, with stage 3 on all ranks together."""
-        if not self._shards_weights:
-            with super().swapped(weights):
-                yield
-            return
-        self._must_not_be_swapped()
-        assert isinstance(self._master_weights, ZeroMasterWeights)
-        self._swapped = True
-        try:
-            self._master_weights.swap_in(weights)
-            yield
-        finally:
-            self._master_weights.taken()
-            self._swapped = False
-
-
-class ZeroUpdate:
+class ZeroUpdate(Update):
     """Let DeepSpeed unscale, clip and update, or skip what is not finite, which all ranks see alike."""
 
+    needs_loss = True
+
     def __init__(self, engine: Any, master_weights: ZeroMasterWeights) -> None:
-        self._engine, self._master_weights = engine, master_weights
+        super().__init__(master_weights)
+        self._engine = engine
         self.factor: Tensor | float = 1.0
 
     def ready(self, loss: Callable[[], Tensor]) -> None:
         """Carry a loss that is not finite into the last backward: x * 1 else."""
         self.factor = 1.0 + 0.0 * loss()
-
-    def missing_gradients(self) -> list[str]:
-        """Name the parameters without a gradient."""
-        return self._master_weights.missing_gradients()
-
-    def largest_gradients(self) -> dict[str, Tensor]:
-        """Return nothing: DeepSpeed holds them in pieces."""
-        return {}
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.engine.gradients import Arrivals
 from difftrain.engine.master_weights import MasterWeights
-from difftrain.engine.optimizer_state import Keep, NamedState, check_groups, decode, encode
+from difftrain.optim.state import Keep, NamedState, check_groups, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ZeroMasterWeights(MasterWeights):
-    """Put weights and their state together, and take them apart. Collective: value, stored, chosen, lend; every rank takes all.
+    """Put weights and their state together, and take them apart. Collective: value, gathered, chosen, swapped; of all weights.
 
     DeepSpeed's engine owns gradients and updates.
     """
@@ -25,12 +27,8 @@ class ZeroMasterWeights(MasterWeights):
         super().__init__(weights)
         self._stage = stage
         self._parameters = dict(root.named_parameters(remove_duplicate=False))
-        self._arrived: set[str] = set()
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._note(name)) for name, weight in weights.items()]
+        self._arrivals = Arrivals(weights)
         self.zero: Any = None
-
-    def _note(self, name: str) -> Callable[[Any], None]:
-        return lambda _: self._arrived.add(name)
 
     def bind(self, zero: Any) -> None:
         """Learn DeepSpeed's optimizer, once it is made."""
@@ -49,9 +47,7 @@ class ZeroMasterWeights(MasterWeights):
 
     def missing_gradients(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        return [name for name in self.weights if name not in self._arrived]
+        return self._arrivals.missing()
 
     # ------------------------------------------------------------------ values
 
@@ -71,7 +67,7 @@ class ZeroMasterWeights(MasterWeights):
 
     @torch.no_grad()
     def put(self, name: str, value: Tensor, key: str | None = None) -> None:
-        """Keep this rank's piece of a value, or of a state. For a value, `taken` brings it to the weights."""
+        """Keep this rank's piece of a value, or of a state. For a value, `_refresh` brings it to the weights."""
         weight: Any = self.weights[name]
         if self._stage < 3:
             weight.set_full_hp_param(value.float(), key)
@@ -84,7 +80,7 @@ class ZeroMasterWeights(MasterWeights):
         self.zero.set_local_hp_param(flat, weight, key)
 
     @torch.no_grad()
-    def taken(self) -> None:
+    def _refresh(self) -> None:
         """Make the weights that the model computes with of the exact values."""
         zero = self.zero
         if self._stage < 3:
@@ -96,14 +92,26 @@ class ZeroMasterWeights(MasterWeights):
             zero._reassign_or_swap_out_partitioned_parameters(index)
         zero.checkpoint_event_epilogue()
 
+    @contextmanager
+    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with other weights for a while, with stage 3 on all ranks together."""
+        if self._stage < 3:
+            with super().swapped(weights):
+                yield
+            return
+        try:
+            for name, value in weights.items():
+                self._put_complete(self.weights[name], value)
+            yield
+        finally:
+            self._refresh()
+
     @torch.no_grad()
-    def swap_in(self, weights: Mapping[str, Tensor]) -> None:
-        """Let the model of stage 3 compute with other weights, until `taken` makes its own of the exact values again."""
+    def _put_complete(self, weight: nn.Parameter, value: Tensor) -> None:
         from deepspeed import zero
 
-        for name, value in weights.items():
-            with zero.GatheredParameters([self.weights[name]], modifier_rank=0):
-                self.weights[name].copy_(value)
+        with zero.GatheredParameters([weight], modifier_rank=0):
+            weight.copy_(value)
 
     # ------------------------------------------------------------------ weights of the whole model
 
@@ -111,59 +119,48 @@ class ZeroMasterWeights(MasterWeights):
         return self._stage == 3 and name in self._parameters
 
     @torch.no_grad()
-    def stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight as the model computes with it."""
-        if not self._is_cut(name):
+    def gathered(self, name: str, tensor: Tensor) -> Tensor:
+        """Return all of a weight: put together where the model has nothing in its place between steps."""
+        if tensor.numel() or not self._is_cut(name):
             return tensor
         from deepspeed import zero
 
         with zero.GatheredParameters([self._parameters[name]]):
             return self._parameters[name].detach().clone()
 
-    def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's weights, whole."""
-        cut = {name: parameter.ds_shape for name, parameter in self._parameters.items() if self._is_cut(name)}  # type: ignore[attr-defined]
-        return super().shapes(model) | {name: tuple(shape) for name, shape in cut.items()}
-
     def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint holds of some weights; every rank helps to put every one together."""
         for name in sorted(model):
-            value = self.value(name) if name in self.weights else self.stored(name, model[name])
+            value = self.value(name) if name in self.weights else self.gathered(name, model[name])
             if name in names:
                 yield name, value
 
-    @torch.no_grad()
-    def take(self, name: str, value: Tensor, region: Tensor) -> None:
-        """Take a weight from a checkpoint."""
-        if name in self.weights or not self._is_cut(name):
-            super().take(name, value, region)
-            return
-        from deepspeed import zero
-
-        with zero.GatheredParameters([self._parameters[name]], modifier_rank=0):
-            self._parameters[name].copy_(value)
+    def load(self, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Tensor]) -> None:
+        """Take weights from a checkpoint."""
+        for name, value in tensors:
+            if self._is_cut(name) and name not in self.weights:
+                self._put_complete(self._parameters[name], value)
+            else:
+                super().load([(name, value)], model)
+        self._refresh()
 
 
 _STEP = "step"
 _SCALER_POSITION = "_deepspeed_place"
 
 
-class ZeroState:
+class ZeroState(NamedState):
     """See the state of an optimizer whose parameters are flat pieces of many. Collective: parameters."""
 
     def __init__(self, optimizer: Optimizer, kind: str, master_weights: ZeroMasterWeights) -> None:
-        self._optimizer, self._master_weights = optimizer, master_weights
-        self._groups = NamedState(optimizer, {})
+        super().__init__(optimizer, {})
+        self._master_weights = master_weights
         self.kind = kind  # of the optimizer that was asked for, whatever DeepSpeed makes of it
 
     @property
     def owned(self) -> list[str]:
         """Return the names of the parameters of which this rank holds a piece of the state: of all, nearly."""
         return list(self._master_weights.weights)
-
-    def groups(self, keep: Keep) -> list[dict[str, Any]]:
-        """Encode what the optimizer has changed in its groups."""
-        return self._groups.groups(keep)
 
     def _pieces(self) -> list[Any]:
         zero = self._master_weights.zero
@@ -212,7 +209,7 @@ class ZeroState:
         if kept_step := next((value for path, value in kept.items() if path.endswith(f"/{_STEP}")), None):
             for piece in self._pieces():
                 self._set_step(piece, kept_step)
-        self._groups.load_groups(groups, kept.__getitem__)
+        self.load_groups(groups, kept.__getitem__)
 
     def _make_room(self, like: Mapping[str, Any], complete: set[str]) -> None:
         """Make the state that an optimizer makes in its first update, empty, and let DeepSpeed know its pieces."""

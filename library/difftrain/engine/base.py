@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +26,20 @@ from difftrain.contracts import (
     Stats,
     StepObserver,
 )
+from difftrain.device.compiling import compile_blocks, compile_faults
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.draws import module_seed
 from difftrain.engine import ddp
-from difftrain.engine.gradients import check_gradients, check_zeros
+from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.half_precision import make_master_weights
-from difftrain.engine.optimizer_state import NamedState, OptimizerState, ScheduleState
 from difftrain.engine.update import TOTAL, AfterBackward, LossTerms, Update, add, is_loss
 from difftrain.optim import averages, estimate, inner
+from difftrain.optim.state import NamedState, ScheduleState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
-    from difftrain.config.schema.sections import TrainingSection
     from difftrain.device import Device
     from difftrain.distributed.ranks import Ranks
     from difftrain.engine.master_weights import MasterWeights
@@ -57,12 +57,17 @@ class BaseEngine:
     """
 
     name, all_forward, leads = "", False, True
+    repeats = True  # a forward pass takes this rank alone, and it sees whole gradients
+    sees_gradients = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
         self.dp_rank, self.dp_size, self.is_logger = ranks.rank, ranks.size, ranks.is_logger
         self.position = 0  # updates done or skipped
         self._terms = LossTerms()
+        self._spare: list[
+            Batch
+        ] = []  # what ranks with fewer batches run for nothing, where every forward takes all ranks
         self._swapped = False
         self._observer: StepObserver | None = None
         self._looked = False  # at what the first backward of this session shows
@@ -71,7 +76,7 @@ class BaseEngine:
 
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
-        return faults(self.cfg.training, self.device)
+        return compile_faults(self.cfg.training, self.device)
 
     def build(
         self,
@@ -89,7 +94,11 @@ class BaseEngine:
         # --- the model, on the device
         self.family, self.parts = family, parts
         parts.fill_root()  # the encoders have filled the caches by now: never both in memory
-        self.root = self._move_root(parts.root).train()
+        self.root = parts.root
+        self._shapes = {name: tuple(value.shape) for name, value in self._own_state().items()}  # whoever holds them
+        self._trained_names = [name for name, param in self.root.named_parameters() if param.requires_grad]
+        self._move_root()
+        self.root.train()
         for name in parts.frozen:
             parts.frozen[name].eval()
             if name in parts.offloaded:
@@ -129,9 +138,9 @@ class BaseEngine:
         self._state = self._make_state()
         self._schedule_state = ScheduleState(self.schedule, self.optimizer)
 
-    def _move_root(self, root: nn.Module) -> nn.Module:
+    def _move_root(self) -> None:
         """Bring the root to the device."""
-        return root.to(self.device.torch_device)
+        self.root.to(self.device.torch_device)
 
     def _param_groups(self) -> list[Group]:
         return self.family.param_groups(self.root)
@@ -141,12 +150,12 @@ class BaseEngine:
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         """Wrap the root, if need be, and make the optimizer, in the order that the wrapping wants; return it."""
-        raise NotImplementedError
+        return self._optimizer_for(groups, make_optimizer)
 
     def _make_update(self, groups: list[Group]) -> Update:
-        return AfterBackward(self._master_weights, self.optimizer, self._scaler, self.cfg.training.max_grad_norm)
+        return AfterBackward(self._master_weights, self._scaler, self.cfg.training.max_grad_norm)
 
-    def _make_state(self) -> OptimizerState:
+    def _make_state(self) -> NamedState:
         names = {id(parameter): name for name, parameter in self._master_weights.updated.items()}
         return NamedState(self.optimizer, names)
 
@@ -177,35 +186,24 @@ class BaseEngine:
         """
         self._must_not_be_swapped()
         self._master_weights.position = self.position
-        starts = None if self._looked else self._master_weights.largest_weights()
+        starts = None if self._looked else largest_of(self._master_weights.weights)
         sums: list[Tensor] = []
-        observer = self._observer
         means = functools.cache(lambda: self._terms.means(self.ranks.sum_(torch.stack(sums).sum(0)), counts))
 
-        # --- forward and backward; of several micro batches only the last reduces gradients
-        for number, batch in enumerate(micro):
-            last = number + 1 == len(micro)
-            with nullcontext() if last else self._unsynchronised():
-                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
-                if observer is not None:
-                    observer.before_forward(number, batch)
-                terms = self._forward(batch, self._wrapped, observer)
-                loss, vector = self._terms.loss(terms, counts), self._terms.vector(terms)
-                if batch.idle:
-                    loss, vector = loss * 0.0, torch.zeros_like(vector)
-                sums.append(vector)
-                if last:
-                    self._update.ready(lambda: means()[TOTAL])
-                self._backward(loss)
+        # --- forward and backward, and a look at what they show
+        self._accumulate(micro, counts, sums, lambda: means()[TOTAL])
         if self.position == 0:
-            check_gradients(self._update.missing_gradients())
-        if observer is not None:
+            missing = self.ranks.gather(self._update.missing_gradients())
+            check_gradients(list(dict.fromkeys(itertools.chain(*missing))))
+        if self._observer is not None:
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            observer.after_backward(self._gradients(), scale)
+            self._observer.after_backward(self._gradients(), scale)
         if starts is not None:  # once a session: the host waits for it
             self._looked = True
-            largest, silent = self._update.largest_gradients(), self.parts.silent
-            check_zeros(largest, starts, means()[TOTAL], silent, speaks=self.is_logger)
+            largest = self._update.largest_gradients() if self.sees_gradients else {}
+            check_zeros(
+                largest, starts, means()[TOTAL], self.parts.silent, speaks=self.is_logger, gather=self.ranks.gather
+            )
 
         # --- update, with the rates of this step
         lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
@@ -214,6 +212,28 @@ class BaseEngine:
         self.schedule.step()  # a function of the position alone, so also after a skipped update
         self.position += 1
         return Stats(means(), done.grad_norm, done.skipped, lrs, adapted_lr)
+
+    def _accumulate(
+        self, micro: list[Batch], counts: dict[str, float], sums: list[Tensor], total: Callable[[], Tensor]
+    ) -> None:
+        """Run micro batches forward and backward; of several only the last reduces gradients.
+
+        sums: takes those of the loss. total: the global loss, once all have gone forward.
+        """
+        for number, batch in enumerate(micro):
+            last = number + 1 == len(micro)
+            with nullcontext() if last else self._unsynchronised():
+                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
+                if self._observer is not None:
+                    self._observer.before_forward(number, batch)
+                terms = self._forward(batch, self._wrapped, self._observer)
+                loss, vector = self._terms.loss(terms, counts), self._terms.vector(terms)
+                if batch.idle:
+                    loss, vector = loss * 0.0, torch.zeros_like(vector)
+                sums.append(vector)
+                if last and self._update.needs_loss:
+                    self._update.ready(total)
+                self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -232,8 +252,9 @@ class BaseEngine:
         return terms
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients that are there; with updates during the backward pass there are none left."""
-        return ((name, weight.grad) for name, weight in self._trained.items() if weight.grad is not None)
+        """Yield the gradients that are there, put together one at a time; with updates during the backward none are left."""
+        gradients = ((name, weight.grad) for name, weight in self._trained.items())
+        return ((n, self._master_weights.gathered(n, gradient)) for n, gradient in gradients if gradient is not None)
 
     def _unsynchronised(self) -> Any:
         """Let gradients gather without a reduction: of several micro batches only the last reduces."""
@@ -263,6 +284,8 @@ class BaseEngine:
         skipped from this step on, each of which has lowered the loss scale. Returns whether this engine can: not where
         the forward pass itself takes all ranks.
         """
+        if not self.repeats:
+            return False
         scale = 1.0
         if self._scaler is not None:
             scale = self._scaler.get_scale() / self._scaler.get_backoff_factor() ** skipped
@@ -297,7 +320,10 @@ class BaseEngine:
 
     def _evaluated(self, micro: list[Batch]) -> Tensor | None:
         """Return this rank's sums of the terms; None where it is the only one and has nothing to evaluate."""
-        with self._evaluating():
+        idle = max(self.ranks.gather(len(micro))) - len(micro) if self._spare else 0
+        with self._evaluating():  # around both: what is freed between is gathered once more, by every rank or by none
+            for _ in range(idle):
+                self._forward(self._spare[0], self.root)
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]
         if not self._terms.names:
             return None
@@ -334,17 +360,23 @@ class BaseEngine:
         for name, value in self._master_weights.values():
             yield name, value, Extent(tuple(value.shape), 0)
 
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all that is trained, by name, whoever holds it."""
+        return {name: self._shapes[name] for name in self._trained_names}
+
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Put other weights in place for a while, on this rank; the trained ones come back bit by bit."""
+        with self._swapping(), self._master_weights.swapped(weights):
+            yield
+
+    @contextmanager
+    def _swapping(self) -> Iterator[None]:
         self._must_not_be_swapped()
-        kept = {name: self._trained[name].detach().clone() for name in weights}
         self._swapped = True
         try:
-            self._put(weights)
             yield
         finally:
-            self._put(kept)
             self._swapped = False
 
     @contextmanager
@@ -358,20 +390,14 @@ class BaseEngine:
             yield
             return
         kept = {name: value.clone() for name, value in self._master_weights.values()}
-        self._swapped = True
-        try:
-            self._master_weights.step(self.optimizer, lambda optimizer: optimizer.eval())  # type: ignore[attr-defined]
-            yield
-        finally:
-            self._master_weights.step(self.optimizer, lambda optimizer: optimizer.train())  # type: ignore[attr-defined]
-            for name, value in kept.items():
-                self._master_weights.put(name, value)
-            self._swapped = False
-
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in weights.items():
-            self._trained[name].copy_(tensor)
+        with self._swapping():
+            try:
+                self._master_weights.step(lambda optimizer: optimizer.eval())  # type: ignore[attr-defined]
+                yield
+            finally:
+                self._master_weights.step(lambda optimizer: optimizer.train())  # type: ignore[attr-defined]
+                for name, value in kept.items():
+                    self._master_weights.put(name, value)
 
     def _must_not_be_swapped(self) -> None:
         assert not self._swapped, "other weights are swapped in for the trained ones"
@@ -384,8 +410,8 @@ class BaseEngine:
     def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the root's weights by name, on the CPU, those of `source` in place of the trained ones; not its base.
 
-        Half weights come as the model computes with them; to be rounded to another precision, as the values they stand
-        for.
+        source: as shards() has them. Half weights come as the model computes with them; to be rounded to another precision,
+        as the values they stand for.
         """
         weights = self._own_state()
         assert source is None or source.keys() <= weights.keys(), "weights of another model"
@@ -393,58 +419,5 @@ class BaseEngine:
         for name, tensor in weights.items():
             value = (source or {}).get(name)
             if value is None:
-                value = self._master_weights.value(name) if name in exact else self._master_weights.stored(name, tensor)
-            yield name, value.detach().to("cpu")
-
-
-# --- Regional compile: block by block, in place, so that names stay and a block's code is shared by its like
-
-
-# One version of the code per kind of block, and two or more with buckets: more than dynamo's default of 8 for a class.
-_VERSIONS = 256
-_PACKAGES = {"tvm": "tvm", "openxla": "torch_xla"}
-
-
-def faults(section: TrainingSection, device: Device) -> list[str]:
-    """Say why a backend cannot be used here; nothing is compiled."""
-    if not section.compile:
-        return []
-    backend = section.compile_backend
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        return [f"there is no compile backend {backend!r}; known: {', '.join(known)}"]
-    package = _PACKAGES.get(backend)
-    if package is not None and importlib.util.find_spec(package) is None:
-        return [f"the compile backend {backend} needs the package {package}, which is not installed"]
-    why = device.why_not_compiled(backend)
-    return [f"the compile backend {backend} cannot be used: {why}; aot_eager runs everywhere"] if why else []
-
-
-def compile_blocks(
-    blocks: Sequence[nn.Module], section: TrainingSection, device: Device, *, buckets: bool, spares: bool = False
-) -> str:
-    """Compile blocks, each when it is first used; return what to say of it at the start.
-
-    buckets: inputs change their shape. The second shape compiles every kind once more, for sizes that change, and some
-    a third time; from then on all shapes are served. spares: some blocks see fewer tokens than others of their kind,
-    and are compiled for both numbers.
-    """
-    off = device.why_compile_is_off(section.compile_backend)
-    if off:
-        return f"compile: off on {device.kind}: {off}"
-    from torch._dynamo import config as dynamo
-
-    device.sweep_compiled(section.compile_backend)
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _VERSIONS)
-    for block in blocks:
-        block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
-    # blocks of a class whose parameters have the same shapes share their code
-    kinds = len({(type(block), *(tuple(param.shape) for param in block.parameters())) for block in blocks})
-    graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
-    if spares:
-        graphs = f"up to {2 * kinds} graphs (some blocks see fewer tokens)"
-    often = f"{graphs} at the first step and about as many for every new shape" if buckets else graphs
-    return (
-        f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "
-        f"{device.compile_cost(section.compile_backend)}"
-    )
+                value = self._master_weights.value(name) if name in exact else tensor
+            yield name, self._master_weights.gathered(name, value).detach().to("cpu")

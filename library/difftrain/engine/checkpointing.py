@@ -18,24 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.config.paths import toml_entry_point
+from difftrain.checkpoint.compatibility import ENGINE_FILE, FORMAT, check_compatibility, engine_file
+from difftrain.checkpoint.tensor_files import CheckpointReader, FlatRange, Shape, pieces_metadata
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
-from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
 from difftrain.engine.half_precision import precision_of
-from difftrain.engine.optimizer_state import merge_states
-from difftrain.engine.snapshot import (
-    ENGINE_FILE,
-    OPTIMIZER,
-    WEIGHTS,
-    HostBuffers,
-    NativeSnapshot,
-    pieces_metadata,
-    shares,
-)
+from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, HostBuffers, NativeSnapshot, shares
 from difftrain.optim import inner
+from difftrain.optim.state import merge_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +37,6 @@ if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
 log = logging.getLogger("difftrain")
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class CheckpointedEngine(BaseEngine):
         share = self._share()
         engine = deepcopy(self._describe(share.state_tensors.__setitem__)) if self.ranks.rank == 0 else None
         copies = {
-            kind: self._copied(kind, tensors)
+            kind: self._buffers.copy(tensors, kind)
             for kind, tensors in ((WEIGHTS, share.weights), (OPTIMIZER, share.state_tensors.items()))
         }
         self.device.synchronise()
@@ -94,33 +85,33 @@ class CheckpointedEngine(BaseEngine):
                 files.append(TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", tensors, about))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
 
-    def _copied(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        copies = self._buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors)
-        return {name.removeprefix(f"{kind} "): tensor for name, tensor in copies.items()}
-
     def _share(self) -> CheckpointShare:
-        """Choose what this rank writes. Weights and whole state are shared out over the first machine's ranks."""
+        """Choose what this rank writes."""
         weights = self._own_state()
-        sharded = inner(self.optimizer) is not self.optimizer
-        writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
-        shapes = self._master_weights.shapes(weights)
-        share = shares(
-            {name: math.prod(shapes[name]) for name in self._parameters & weights.keys()}, self.ranks.local_size
-        )
-        names = set(share[self.ranks.local_rank]) if writes else set()
-        if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
-            names |= weights.keys() - self._parameters
+        names, sharded = self._written(weights), inner(self.optimizer) is not self.optimizer
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
         return CheckpointShare(self._master_weights.chosen(names, weights), states, kept)
 
-    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of all that is trained, by name."""
-        return {name: extent.shape for name, _, extent in self.shards()}
+    def _written(self, weights: Mapping[str, Tensor]) -> set[str]:
+        """Choose weights that this rank writes, with their states: they are shared out over the first machine's ranks."""
+        sizes = {name: math.prod(self._shapes[name]) for name in self._parameters & weights.keys()}
+        is_writer = self.ranks.rank == self.ranks.local_rank  # on the first machine
+        names = set(shares(sizes, self.ranks.local_size)[self.ranks.local_rank]) if is_writer else set()
+        if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
+            names |= weights.keys() - self._parameters
+        return names
 
     def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
-        """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
-        return TensorFile(f"{kind}-00000.safetensors", averages, about) if self.ranks.rank == 0 else None
+        """Return what this rank writes of averages, which lie as the trained weights do."""
+        tensors, pieces = self._rows(averages)
+        if not tensors:
+            return None
+        return TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", tensors, {**about, **pieces_metadata(pieces)})
+
+    def _rows(self, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Extent]]:
+        """Return what this rank writes of tensors that lie as its weights do, and which of it are pieces."""
+        return tensors if self.dp_rank == 0 else {}, {}
 
     def reserve_snapshot(self) -> Callable[[], None]:
         """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""
@@ -158,18 +149,15 @@ class CheckpointedEngine(BaseEngine):
             raise ConfigFault([Fault(option("save.resume"), f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
         states = merge_states(stored.metadata)
-        own, needed = self._own_state(), states if optimizer else None
-        shapes, trained = self._stored_shapes()
-        check_compatibility(path, about, weights, needed, shapes, trained, self._state.kind)
+        needed = states if optimizer else None
+        check_compatibility(path, about, weights, needed, self._shapes, self._trained_names, self._state.kind)
 
         # --- weights, then the optimizer's state and groups
-        for name, tensor in weights.ranges(self._range_of):
-            self._master_weights.take(name, tensor, own[name])
-        self._master_weights.taken()
+        self._master_weights.load(weights.ranges(self._range_of), self._own_state())
         fp8.refresh(self.root)
         if optimizer:
             groups = about["groups"] if params else [{} for _ in about["groups"]]
-            self._state.load(states, groups, self._state_tensors(stored, weights.shapes))
+            self._state.load(states, groups, self._state_tensors(stored))
 
         # --- loss scale and schedule
         self._restore_scaler(about)
@@ -177,15 +165,11 @@ class CheckpointedEngine(BaseEngine):
             about = {**about, "schedule": {}}
         self._go_to(int(about["position"]), about, schedule_from)
 
-    def _stored_shapes(self) -> tuple[Mapping[str, Shape], Iterable[str]]:
-        """Return the shapes of all weights that a checkpoint of this model has, and the names of those that are trained."""
-        return self._master_weights.shapes(self._own_state()), self._trained
-
     def _range_of(self, name: str, shape: Shape) -> FlatRange | None:
         """Return which elements of a weight this rank takes from a checkpoint; None: it is another's."""
-        return self._master_weights.range_of(name, shape)
+        return FlatRange(0, shape)
 
-    def _state_tensors(self, stored: CheckpointReader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    def _state_tensors(self, stored: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank's states, each cut as its weight is, and those of groups."""
         owned = set(self._state.owned)
 
@@ -195,7 +179,7 @@ class CheckpointedEngine(BaseEngine):
                 return FlatRange(0, shape)
             if name not in owned:
                 return None
-            return self._master_weights.range_of(name, shape) if shape == shapes[name] else FlatRange(0, shape)
+            return self._range_of(name, shape) if shape == self._shapes[name] else FlatRange(0, shape)
 
         return stored.ranges(wanted)
 
@@ -214,66 +198,3 @@ class CheckpointedEngine(BaseEngine):
             if float(group["lr"]) != before and self.is_logger:
                 name = group.get("name", "all")
                 log.warning("learning rate of %s is %g, the checkpoint's was %g", name, float(group["lr"]), before)
-
-
-def engine_file(path: Path) -> dict[str, Any] | None:
-    """Read what the engine wrote about itself, or None where this machine has no such file."""
-    try:
-        return json.loads((path / ENGINE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-
-
-def check_compatibility(
-    path: Path,
-    about: Mapping[str, Any],
-    weights: CheckpointReader,
-    states: Mapping[str, Any] | None,
-    own: Mapping[str, tuple[int, ...]],
-    trained: Iterable[str],
-    optimizer: str,
-) -> None:
-    """Raise ConfigFault with every way in which a checkpoint is not of this model and this optimizer.
-
-    own: the shapes of this model's weights. states: None where the optimizer begins anew.
-    """
-    if about["format"] > FORMAT:
-        raise ConfigFault([Fault(option("save.resume"), f"{path} is of a newer version (format {about['format']})")])
-
-    # states are compared only where weights and optimizer agree: else they differ anyway
-    parted = _parted("weights", own, weights.shapes)
-    same = states is None or about["optimizer"] == optimizer
-    if states is not None and same and not parted:
-        parted = _parted("optimizer states", dict.fromkeys(trained), dict.fromkeys(states))
-
-    # all differences are said at once, each with its remedy
-    remedy = "give a folder of this model and this optimizer"
-    faults = [
-        Fault(option("save.resume"), f"{path} is a resume folder of another model: {difference}", remedy)
-        for difference in parted
-    ]
-    if not same:
-        what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
-        faults.append(
-            Fault(
-                option("save.resume"),
-                what,
-                f"use that one; {toml_entry_point()} --reset_optimizer continues with a new one",
-            )
-        )
-    if faults:
-        raise ConfigFault(faults)
-
-
-def _parted(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Say how two tables of names and shapes differ."""
-    differences = []
-    for word, names in (
-        (f"{what} missing from it", sorted(own.keys() - saved.keys())),
-        (f"{what} that this model does not have", sorted(saved.keys() - own.keys())),
-        (f"{what} of another shape", sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            differences.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
-    return differences

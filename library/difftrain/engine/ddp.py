@@ -59,8 +59,12 @@ def lay_out(root: nn.Module) -> None:
     A parameter that is a slice of another tensor has strides that its gradient cannot have; its bucket is copied where
     it could be viewed, and on NPU such copies converged slowly (Ascend/pytorch issue 17).
     """
-    if not patches.on("ddp_strides"):
-        return
+    if patches.on("ddp_strides"):
+        make_contiguous(root)
+
+
+def make_contiguous(root: nn.Module) -> None:
+    """Lay parameters out in order, in place."""
     for parameter in root.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)

@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from difftrain.checkpoint.tensor_files import FlatRange, Shape
+from difftrain.config.rules.pipeline import undivided
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, Extent, Group, Stats, TensorFile
+from difftrain.contracts import Batch, Extent, Group, Stats
+from difftrain.distributed.groups import RankGroup
 from difftrain.engine import ddp
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.checkpointing import CheckpointedEngine, CheckpointShare
 from difftrain.engine.master_weights import DTYPES, MasterWeights
-from difftrain.engine.sharded_weights import ParameterShard, ShardedWeights, ShardGroup, local
-from difftrain.engine.snapshot import pieces_metadata
+from difftrain.engine.sharded_weights import ParameterShard, ShardedWeights, local
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -36,7 +38,7 @@ _REPLICATE, _SHARD = "replicate", "shard"
 class FsdpEngine(CheckpointedEngine):
     """Shard over all ranks, or over groups of them that each hold one copy of the model (hybrid)."""
 
-    name, all_forward = "fsdp", True
+    name, all_forward, repeats = "fsdp", True, False
 
     # ------------------------------------------------------------------ building
 
@@ -45,10 +47,8 @@ class FsdpEngine(CheckpointedEngine):
         problems = super().faults()
         size = self._shard_size
         if self.ranks.size % size:
-            ranks = f"{self.ranks.size} process{'es' if self.ranks.size > 1 else ''}"
-            problems.append(
-                f"{ranks} cannot be divided into groups of {option('fsdp.shard_size')}={size}: give a divisor of {self.ranks.size}"
-            )
+            groups = f"groups of {option('fsdp.shard_size')}={size}"
+            problems.append(f"{undivided(self.ranks.size, groups)}: give a divisor of {self.ranks.size}")
         if self.cfg.fsdp.cpu_offload and self.device.module is None:
             problems.append(
                 f"{option('fsdp.cpu_offload', True)} has no effect on cpu: the weights are on the host already"
@@ -63,21 +63,17 @@ class FsdpEngine(CheckpointedEngine):
             return section.shard_size
         return self.ranks.local_size if section.shard == "hybrid" else self.ranks.size
 
-    def _move_root(self, root: nn.Module) -> nn.Module:
+    def _move_root(self) -> None:
         """Bring this rank's rows of each block to the device, block after block, then the rest."""
         ddp.one_process_group(self.device)
-        mesh = self._mesh()
-        section, device = self.cfg.fsdp, self.device.torch_device
-        self._group = ShardGroup(
-            mesh.get_group(_SHARD), device, writes=mesh.ndim == 1 or mesh.get_local_rank(_REPLICATE) == 0
-        )
-        for parameter in root.parameters():
-            if not parameter.is_contiguous():
-                parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+        self._mesh = self._made_mesh()
+        self._group = RankGroup(self._mesh.get_group(_SHARD), self.device.torch_device)
+        root, section = self.root, self.cfg.fsdp
+        ddp.make_contiguous(root)
 
         # --- blocks, inner ones first, then what is left
         how: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": self._mesh,
             "mp_policy": self._precision(),
             "offload_policy": CPUOffloadPolicy() if section.cpu_offload else OffloadPolicy(),
         }
@@ -98,9 +94,8 @@ class FsdpEngine(CheckpointedEngine):
         }
         # of what a model returns nothing is changed in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        return root
 
-    def _mesh(self) -> DeviceMesh:
+    def _made_mesh(self) -> DeviceMesh:
         kind, size = self.device.torch_device.type, self._shard_size
         if size == self.ranks.size:
             return init_device_mesh(kind, (size,), mesh_dim_names=(_SHARD,))
@@ -118,7 +113,8 @@ class FsdpEngine(CheckpointedEngine):
         return MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
 
     def _make_master_weights(self) -> MasterWeights:
-        self._shards = {name: ParameterShard(p, self._group) for name, p in self.root.named_parameters()}
+        writes = self._mesh.ndim == 1 or self._mesh.get_local_rank(_REPLICATE) == 0
+        self._shards = {n: ParameterShard(p, self._group, writes=writes) for n, p in self.root.named_parameters()}
         self._sharded = ShardedWeights(self._trained, self._shards, self._group)
         self._trained = self._sharded.weights
         return self._sharded
@@ -160,24 +156,12 @@ class FsdpEngine(CheckpointedEngine):
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients whole, one at a time; every rank takes all."""
+    def _accumulate(self, *args: Any) -> None:
+        """Run micro batches forward and backward; gradients then are those of this rank's rows."""
+        super()._accumulate(*args)
         self._sharded.take_gradients()
-        return ((name, self._shards[name].full_tensor(gradient)) for name, gradient in super()._gradients())
-
-    def repeat(self, *args: Any, **options: Any) -> bool:
-        """Repeat nothing: a forward takes all ranks."""
-        return False
 
     # ------------------------------------------------------------------ evaluating
-
-    def _evaluated(self, micro: list[Batch]) -> Tensor | None:
-        """Return this rank's sums; ranks with fewer batches than others run forwards for nothing, as each takes all."""
-        spare = max(self.ranks.gather(len(micro))) - len(micro)
-        with self._evaluating():  # around both: what is freed between is gathered once more, by every rank or by none
-            for _ in range(spare):
-                self._forward(self._spare[0], self.root)
-            return super()._evaluated(micro)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -210,23 +194,15 @@ class FsdpEngine(CheckpointedEngine):
         for name, value in self._sharded.values():
             yield name, value, self._shards[name].extent
 
-    @torch.no_grad()
-    def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the root's weights by name, put together one at a time, on the CPU; `source`: as shards() has them."""
-        weights = self._own_state()
-        assert source is None or source.keys() <= weights.keys(), "weights of another model"
-        for name, tensor in weights.items():
-            rows = (source or {}).get(name)
-            rows = local(tensor) if rows is None else rows
-            yield name, (self._shards[name].full_tensor(rows) if name in self._shards else rows).to("cpu")
+    def _own_state(self) -> dict[str, Tensor]:
+        return {name: local(tensor) for name, tensor in super()._own_state().items()}
 
     # ------------------------------------------------------------------ checkpoints
 
     def _share(self) -> CheckpointShare:
         """Choose this rank's rows of everything: nothing is gathered."""
         own = self._own_state()
-        weights = {name: local(tensor) for name, tensor in own.items() if name in self._shards}
-        rows, pieces = self._rows(weights)
+        rows, pieces = self._rows({name: tensor for name, tensor in own.items() if name in self._shards})
         if self.ranks.rank == 0:  # running statistics, and constants
             rows |= {name: tensor for name, tensor in own.items() if name not in self._shards}
 
@@ -248,7 +224,7 @@ class FsdpEngine(CheckpointedEngine):
     def _rows(
         self, tensors: Mapping[str, Tensor], shard: ParameterShard | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Extent]]:
-        """Return what this rank writes of tensors that are cut as weights are, and which of it are flat pieces."""
+        """Return what this rank writes of tensors that are cut as weights are, or as one is; pieces are flat."""
         rows: dict[str, Tensor] = {}
         pieces: dict[str, Extent] = {}
         for name, tensor in tensors.items():
@@ -259,9 +235,7 @@ class FsdpEngine(CheckpointedEngine):
                     pieces[name] = of.extent
         return rows, pieces
 
-    def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
-        """Return this rank's rows of averages."""
-        rows, pieces = self._rows(averages)
-        if not rows:
-            return None
-        return TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", rows, {**about, **pieces_metadata(pieces)})
+    def _range_of(self, name: str, shape: Shape) -> FlatRange | None:
+        """Return this rank's rows of a weight."""
+        shard = self._shards.get(name)
+        return super()._range_of(name, shape) if shard is None else FlatRange(shard.extent.offset, shard.local_shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,20 +11,19 @@ import torch.distributed as dist
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.master_weights import norms, steps_apart
-from difftrain.engine.update import Updated, may_step, step
+from difftrain.engine.master_weights import norms, runs, steps_apart
+from difftrain.engine.update import Update, Updated, may_step, step
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from difftrain.contracts import Group
     from difftrain.distributed.ranks import Ranks
     from difftrain.engine.master_weights import MasterWeights
 
 
-class DuringBackward:
+class DuringBackward(Update):
     """Apply the gradients of a few parameters at a time, in hooks that autograd calls in the same order on every rank.
 
     Two things differ from an update after the backward, and cannot be had here: each gradient is clipped by its own
@@ -33,22 +32,23 @@ class DuringBackward:
     the whole step, since it is known before the backward.
     """
 
+    needs_loss = True
+
     def __init__(
         self,
         master_weights: MasterWeights,
-        optimizer: Optimizer,
         parts: list[list[str]],
         ranks: Ranks,
         max_grad_norm: float,
     ) -> None:
+        optimizer = master_weights.optimizer
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             what = f"{name} needs all gradients at once, and cannot update during the backward pass"
-            raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward pass")]
-            )
-        self._master_weights, self._optimizer, self._parts, self._ranks = master_weights, optimizer, parts, ranks
-        self._max_norm = max_grad_norm  # 0 does not clip
+            remedy = "AdamW or Adafactor, or an update after the backward pass"
+            raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
+        super().__init__(master_weights, max_grad_norm)
+        self._parts, self._ranks = parts, ranks
         self._armed = False
         self._waiting: list[set[str]] = []
         self._skipped: Tensor | None = None
@@ -87,7 +87,9 @@ class DuringBackward:
     def _update(self, names: list[str]) -> None:
         master_weights = self._master_weights
         gradients = master_weights.gradients(names)
-        self._sum(gradients)
+        if self._ranks.size > 1:  # they come here in the same order: they run the same graph
+            for work in [dist.all_reduce(gradient, dist.ReduceOp.SUM, async_op=True) for gradient in gradients]:
+                work.wait()
         norms_of_parts = norms(gradients)
         part_norms = torch.stack(norms_of_parts)
         if self._norms is not None:
@@ -102,16 +104,9 @@ class DuringBackward:
                 master_weights.multiply(name, factor)
         skipped = self._skipped
         if may_step(self._optimizer, skipped):
-            master_weights.step_part(self._optimizer, names, lambda optimizer: step(optimizer, skipped))
+            master_weights.step_part(names, lambda optimizer: step(optimizer, skipped))
         else:
             master_weights.clear(names)
-
-    def _sum(self, gradients: list[Tensor]) -> None:
-        """Sum over the ranks, which come here in the same order: they run the same graph."""
-        if self._ranks.size > 1:
-            works = [dist.all_reduce(gradient, dist.ReduceOp.SUM, async_op=True) for gradient in gradients]
-            for work in works:
-                work.wait()
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:
@@ -130,14 +125,4 @@ def parts_of(groups: list[Group], count: int | None) -> list[list[str]]:
     if count is None:
         return [[name] for group in groups for name, _ in group.named_params]
     rates = {name: group.lr for group in groups for name, _ in group.named_params}
-    return list(_runs(rates, math.ceil(len(rates) / count)))
-
-
-def _runs(rates: Mapping[str, float], most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    for name, rate in rates.items():
-        if names and (len(names) == most or rates[names[-1]] != rate):
-            yield names
-            names = []
-        names.append(name)
-    yield names
+    return list(runs(rates, math.ceil(len(rates) / count), kind=rates.__getitem__))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,13 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from difftrain.contracts import Group
-from difftrain.engine.checkpoint_reader import FlatRange, Shape
-from difftrain.engine.gradients import largest_of
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from difftrain.distributed.groups import RankGroup
     from difftrain.distributed.ranks import Ranks
 
 
@@ -95,22 +94,19 @@ class MasterWeights:
         self.updated: dict[str, nn.Parameter] = self.weights  # what the optimizer is given
         self.parts = [list(self.weights)]  # what is stepped at once
         self.position = 0  # updates done or skipped: the engine's
+        self.group: RankGroup | None = None  # the ranks that have the other weights, or rows of these
 
     def groups(self, groups: Iterable[Group]) -> list[Group]:
         """Return parameter groups of what is updated, for groups of weights."""
-        names = {id(weight): name for name, weight in self.weights.items()}
-        optimizer_groups = []
-        for group in groups:
-            named = [(name, self.updated[names[id(weight)]]) for name, weight in group.named_params]
-            optimizer_groups.append(replace(group, named_params=named))
-        return optimizer_groups
+        return [replace(g, named_params=[(name, self.updated[name]) for name, _ in g.named_params]) for g in groups]
 
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
-        """Learn which optimizer it is, once it is made."""
+        """Take the optimizer, once it is made."""
+        self.optimizer = optimizer
 
-    def for_scaler(self, optimizer: Optimizer) -> Any:
+    def for_scaler(self) -> Any:
         """Return what a loss scaler takes for the optimizer: it looks for gradients in its groups."""
-        return optimizer
+        return self.optimizer
 
     # ------------------------------------------------------------------ gradients
 
@@ -129,17 +125,6 @@ class MasterWeights:
         """Name the weights without a gradient."""
         return [name for name, weight in self.weights.items() if weight.grad is None]
 
-    def largest_gradients(self) -> dict[str, Tensor]:
-        """Return the largest magnitude of each gradient that is there, on the device."""
-        return largest_of({name: weight.grad for name, weight in self.weights.items()})
-
-    def largest_weights(self) -> dict[str, Tensor]:
-        """Return the largest magnitude of each weight, on the device."""
-        return largest_of(self.weights)
-
-    def share_overflow(self, infinities: Sequence[Tensor]) -> None:
-        """Let all ranks know what a loss scaler found: they have the same gradients, so each has found it."""
-
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down where their norm is above max_norm."""
         clip_grads_with_norm_(self.weights.values(), max_norm, norm)
@@ -157,13 +142,13 @@ class MasterWeights:
 
     # ------------------------------------------------------------------ updates
 
-    def step(self, optimizer: Optimizer, step: Step) -> None:
+    def step(self, step: Step) -> None:
         """Update everything."""
-        step(optimizer)
+        step(self.optimizer)
 
-    def step_part(self, optimizer: Optimizer, names: list[str], step: Step) -> None:
+    def step_part(self, names: list[str], step: Step) -> None:
         """Update some, and free their gradients. The optimizer must be one that steps apart."""
-        with only(inner(optimizer), {id(self.weights[name]) for name in names}) as worker:
+        with only(inner(self.optimizer), {id(self.weights[name]) for name in names}) as worker:
             step(worker)
         for name in names:
             self.weights[name].grad = None
@@ -183,42 +168,52 @@ class MasterWeights:
         """Yield every exact value; one that is made is made when asked for."""
         return ((name, self.value(name)) for name in self.weights)
 
+    @contextmanager
+    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with other weights for a while."""
+        kept = {name: self.weights[name].detach().clone() for name in weights}
+        try:
+            self._copy(weights)
+            yield
+        finally:
+            self._copy(kept)
+
+    @torch.no_grad()
+    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self.weights[name].copy_(tensor)
+
     # ------------------------------------------------------------------ weights of the whole model, also frozen ones
 
-    def stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight as the model computes with it; tensor: where the model has it."""
+    def gathered(self, name: str, tensor: Tensor) -> Tensor:
+        """Return all of a weight; tensor: what this rank has of it, or all, in place or a copy. Every rank calls it."""
         return tensor
-
-    def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's weights."""
-        return {name: tuple(tensor.shape) for name, tensor in model.items()}
-
-    def range_of(self, name: str, shape: Shape) -> FlatRange:
-        """Return which elements of a weight this rank holds: all of them."""
-        return FlatRange(0, shape)
 
     def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint holds of some weights, which may be others on every rank. To be iterated to the end."""
         for name in sorted(names):
             yield name, self.value(name) if name in self.weights else model[name]
 
-    def take(self, name: str, value: Tensor, region: Tensor) -> None:
-        """Take a weight, or what is held of it, from a checkpoint; region: where the model has it. Every rank calls taken then."""
-        if name in self.weights:
-            self.put(name, value)
-        else:
-            region.copy_(value)
-
-    def taken(self) -> None:
-        """Do what is to be done once all weights are taken."""
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Tensor]) -> None:
+        """Take weights, or what this rank has of them, from a checkpoint. model: what it has in place."""
+        for name, value in tensors:
+            if name in self.weights:
+                self.put(name, value)
+            else:
+                model[name].copy_(value)
 
 
 class HalfPrecisionWeights(MasterWeights):
     """The model computes with half weights; the optimizer sees an fp32 parameter for each, filled where it is stepped.
 
-    Between steps such a parameter keeps its shape and gives its memory back, save where it is the master itself.
+    Between steps such a parameter keeps its shape and gives its memory back, save where it is the master itself. A way of
+    keeping says how a half is made (_to_half), and where there are no masters, how it is undone (_to_fp32).
     """
 
+    keeps_fp32 = False  # the optimizer's parameters are masters
+    _to_fp32: Callable[[str, Tensor], None]  # name, memory
+    _to_half: Callable[[str, Tensor], None]  # name, value: also what is kept beside the half
     # so many at once, whose fp32 values and gradients are in memory: 0.5 GB of both
     PART = 1 << 26
 
@@ -233,21 +228,21 @@ class HalfPrecisionWeights(MasterWeights):
             weight.data = torch.empty_like(value, dtype=dtype)
             weight.grad = None
             self.updated[name] = nn.Parameter(value.clone())
-            self._init_kept(name)
-            self._to_half(name)
+            self._round(name)
         self._grouped = SimpleNamespace(param_groups=[{"params": list(self.weights.values())}])
 
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Cut into parts what the optimizer can step apart; find out who owns which state."""
+        super().attach(optimizer, ranks)
         if steps_apart(optimizer):
-            self.parts = list(_cut(self.weights, self.PART))
+            self.parts = list(runs(self.weights, self.PART, lambda name: self.weights[name].numel()))
         if inner(optimizer) is not optimizer:
             owned = {id(param) for group in inner(optimizer).param_groups for param in group["params"]}
             self._sharded_state = ShardedState(
                 [name for name, weight in self.updated.items() if id(weight) in owned], ranks
             )
 
-    def for_scaler(self, optimizer: Optimizer) -> Any:
+    def for_scaler(self) -> Any:
         """Return groups of the weights: gradients are theirs, not those of what the optimizer holds."""
         return self._grouped
 
@@ -266,38 +261,40 @@ class HalfPrecisionWeights(MasterWeights):
         super().clear(names)
         self._factors.clear()
 
-    def step(self, optimizer: Optimizer, step: Step) -> None:
+    def step(self, step: Step) -> None:
         """Update part by part."""
         for names in self.parts:
-            self.step_part(optimizer, names, step)
+            self.step_part(names, step)
 
     @torch.no_grad()
-    def step_part(self, optimizer: Optimizer, names: list[str], step: Step) -> None:
+    def step_part(self, names: list[str], step: Step) -> None:
         """Make fp32 of weights and gradients, step on them, and make halves again; all ranks come out equal."""
         own = names if self._sharded_state is None else [name for name in names if self._sharded_state.owns(name)]
         for name in own:
-            self._to_fp32(name)
+            self._fill(name)
             self._take_gradient(name)
         if len(names) == len(self.weights):
-            step(self._worker(optimizer))
+            step(self._worker())
         elif own:
-            with only(self._worker(optimizer), {id(self.updated[name]) for name in own}) as worker:
+            with only(self._worker(), {id(self.updated[name]) for name in own}) as worker:
                 step(worker)
         for name in own:
             self.updated[name].grad = None
-            self._to_half(name)
+            self._round(name)
         if self._sharded_state is not None:
-            self._sharded_state.broadcast(names, self._broadcast_tensors)
-            self._after_broadcast(name for name in names if not self._sharded_state.owns(name))
+            self._sharded_state.broadcast(names, self._kept)
+            for name in names:
+                if self.keeps_fp32 and not self._sharded_state.owns(name):
+                    self._round(name)
         for name in names:
             self.weights[name].grad = None
             self._factors.pop(name, None)
 
-    def _worker(self, optimizer: Optimizer) -> Optimizer:
+    def _worker(self) -> Optimizer:
         """Return the optimizer that holds the state, set as the one that schedules see."""
-        worker = inner(optimizer)
-        if worker is not optimizer:
-            for group, seen in zip(worker.param_groups, optimizer.param_groups):
+        worker = inner(self.optimizer)
+        if worker is not self.optimizer:
+            for group, seen in zip(worker.param_groups, self.optimizer.param_groups):
                 group |= {key: value for key, value in seen.items() if key != "params"}
         return worker
 
@@ -313,62 +310,58 @@ class HalfPrecisionWeights(MasterWeights):
 
     def value(self, name: str) -> Tensor:
         """Return the fp32 value: a copy that nobody else holds, or the master."""
-        self._to_fp32(name)
-        return self._fp32_copy(name)
+        value = self._fill(name)
+        if self.keeps_fp32:
+            return value
+        value = value.clone()
+        self._release(name)
+        return value
 
     @torch.no_grad()
     def put(self, name: str, value: Tensor) -> None:
         """Take a value, of any dtype and from anywhere."""
-        self._to_fp32(name)
-        self.updated[name].copy_(value)
-        self._to_half(name)
+        self._fill(name).copy_(value)
+        self._round(name)
 
-    # what the ways of keeping differ in
-
-    def _init_kept(self, name: str) -> None:
-        """Make what is kept for a weight."""
-
-    def _to_fp32(self, name: str) -> None:
-        """Put the fp32 value into the optimizer's parameter."""
-        raise NotImplementedError
-
-    def _to_half(self, name: str) -> None:
-        """Make the half weight, and what is kept, of the optimizer's parameter."""
-        raise NotImplementedError
-
-    def _broadcast_tensors(self, name: str) -> list[Tensor]:
-        """Return the tensors that make a value."""
-        return [self.weights[name].detach()]
-
-    def _after_broadcast(self, names: Iterable[str]) -> None:
-        """Follow where other ranks have changed what is held."""
-
-    def _fp32_copy(self, name: str) -> Tensor:
-        """Return the value of a filled parameter, whose memory is given back."""
-        value = self.updated[name].detach().clone()
-        self._release(name)
-        return value
-
-    def _allocate(self, name: str) -> Tensor:
+    def _fill(self, name: str) -> Tensor:
+        """Return the optimizer's parameter with the fp32 value in it."""
         parameter = self.updated[name].detach()
-        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        if not self.keeps_fp32:
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+            self._to_fp32(name, parameter)
         return parameter
+
+    def _round(self, name: str) -> None:
+        """Make the half weight of the optimizer's parameter, which gives its memory back."""
+        self._to_half(name, self.updated[name].detach())
+        if not self.keeps_fp32:
+            self._release(name)
 
     def _release(self, name: str) -> None:
         self.updated[name].untyped_storage().resize_(0)
 
+    def _kept(self, name: str) -> list[Tensor]:
+        """Return the tensors that make a value, on the rank that updates it and on the others."""
+        return [(self.updated if self.keeps_fp32 else self.weights)[name].detach()]
 
-def _cut(weights: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
-    """Cut into runs of at most so many elements, but at least one weight."""
-    names: list[str] = []
-    size = 0
-    for name, weight in weights.items():
-        if names and size + weight.numel() > most:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += weight.numel()
-    yield names
+
+T = TypeVar("T")
+
+
+def runs(
+    items: Iterable[T], most: int, size: Callable[[T], int] = lambda _: 1, kind: Callable[[T], Any] = lambda _: None
+) -> Iterator[list[T]]:
+    """Cut a row of items of some sizes into runs of one kind, of at most so much each, but of at least one item."""
+    run: list[T] = []
+    filled = 0
+    for item in items:
+        if run and (filled + size(item) > most or kind(item) != kind(run[-1])):
+            yield run
+            run, filled = [], 0
+        run.append(item)
+        filled += size(item)
+    if run:
+        yield run
 
 
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -35,15 +35,8 @@ class NativeEngine(CheckpointedEngine):
             return super()._make_update(groups)
         if self.dp_size > 1 and ddp.has_statistics(self.root):
             what = "has running statistics, which ranks can only share when updates follow the backward pass"
-            raise ConfigFault(
-                [
-                    Fault(
-                        "model",
-                        what,
-                        f"leave {option('optimizer.fused_backward', True)} and {option('optimizer.fused_groups')} out",
-                    )
-                ]
-            )
+            remedy = f"leave {option('optimizer.fused_backward', True)} and {option('optimizer.fused_groups')} out"
+            raise ConfigFault([Fault("model", what, remedy)])
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         max_norm = self.cfg.training.max_grad_norm
-        return DuringBackward(self._master_weights, self.optimizer, parts, self.ranks, max_norm)
+        return DuringBackward(self._master_weights, parts, self.ranks, max_norm)

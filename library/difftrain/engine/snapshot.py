@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,52 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from difftrain.contracts import Extent, TensorFile
+from difftrain.checkpoint.compatibility import ENGINE_FILE
+from difftrain.checkpoint.tensor_files import as_bytes, write_safetensors
+from difftrain.contracts import TensorFile
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors, one after the other by way of the host; wide ones first, so that each is aligned in the file."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            file.write(_bytes(tensors[name].detach().cpu().contiguous()).data)
 
 
 def _copy(buffer: Tensor, tensor: Tensor) -> None:
@@ -66,13 +25,9 @@ def _copy(buffer: Tensor, tensor: Tensor) -> None:
     no sooner done where one fills the memory's bandwidth, and two and a half times later where the cores are busy.
     """
     if tensor.device.type == "cpu" and type(tensor) is torch.Tensor and tensor.is_contiguous():
-        np.copyto(_bytes(buffer), _bytes(tensor))
+        np.copyto(as_bytes(buffer), as_bytes(tensor))
     else:
         buffer.copy_(tensor)
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 class HostBuffers:
@@ -82,17 +37,17 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, str], Tensor] = {}
         self._reserves = False
 
     @torch.no_grad()
-    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors by name; the copies hold until the next call with the same names."""
+    def copy(self, tensors: Iterable[tuple[str, Tensor]], kind: str = "") -> dict[str, Tensor]:
+        """Copy tensors by name; the copies hold until the next call with the same names of that kind."""
         copies = {}
         for name, tensor in tensors:
-            buffer = self._buffers.get(name)
+            buffer = self._buffers.get((kind, name))
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                buffer = self._buffers[kind, name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             if not self._reserves:
                 _copy(buffer, tensor.detach())
             copies[name] = buffer
@@ -113,7 +68,6 @@ class HostBuffers:
             buffer.zero_()
 
 
-ENGINE_FILE = "engine.json"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -150,18 +104,3 @@ def shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
         shares_by_rank[rank].append(name)
         filled[rank] += sizes[name]
     return shares_by_rank
-
-
-# --- Tensors that no rank holds whole: a file has flat pieces of them, and says in its header which
-
-
-PIECES = "pieces"  # in a file's metadata: name -> [shape of the whole tensor, offset of the piece's first element]
-
-
-def pieces_metadata(pieces: Mapping[str, Extent]) -> dict[str, str]:
-    """Return what a header says of the pieces in its file; nothing where every tensor is whole."""
-    return (
-        {PIECES: json.dumps({name: [list(shape), offset] for name, (shape, offset) in sorted(pieces.items())})}
-        if pieces
-        else {}
-    )

@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from difftrain.contracts import Batch, Inputs
 from difftrain.diffusion.draws import module_seed
-from difftrain.distributed.ranks import DEFAULT_TIMEOUT_MIN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
     from difftrain.contracts import Chain, Family, Parts
     from difftrain.device import Device
+    from difftrain.distributed.groups import Grid
     from difftrain.engine.update import LossTerms
 
 _SCHEDULES: dict[str, Any] = {
@@ -44,48 +43,6 @@ _SCHEDULES: dict[str, Any] = {
     "zb": ScheduleInterleavedZeroBubble,
 }
 _RIDERS = ("timestep", "target", "weight", "mask")  # of Inputs: what the loss needs of them
-
-
-@dataclass(frozen=True)
-class Grid:
-    """This rank's place among stages and replicas: stage s of replica d is rank s * dp_size + d, so neighbours are replicas.
-
-    pp: the group of this replica's stages, pp_host: the same on the host; dp: of this stage's replicas, None of one.
-    """
-
-    stage: int
-    stages: int
-    dp_rank: int
-    dp_size: int
-    pp: Any
-    pp_host: Any
-    dp: Any
-
-    @classmethod
-    def open(cls, stages: int, rank: int, world: int, timeout_min: float | None) -> Grid:
-        """Make the groups: all ranks make all of them, in one order."""
-        dp_size = world // stages
-        timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-
-        def made(members: list[list[int]], backend: str | None = None) -> Any:
-            groups = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
-            return next(group for group, ranks in zip(groups, members) if rank in ranks)
-
-        pipelines = [[stage * dp_size + replica for stage in range(stages)] for replica in range(dp_size)]
-        replicas = [[stage * dp_size + replica for replica in range(dp_size)] for stage in range(stages)]
-        pp, pp_host = made(pipelines), made(pipelines, "gloo")
-        stage, dp_rank = divmod(rank, dp_size)
-        return cls(stage, stages, dp_rank, dp_size, pp, pp_host, made(replicas) if dp_size > 1 else None)
-
-    @property
-    def leads(self) -> bool:
-        """Tell whether this rank has what enters the pipeline."""
-        return self.stage == 0
-
-    @property
-    def ends(self) -> bool:
-        """Tell whether this rank has what leaves it."""
-        return self.stage == self.stages - 1
 
 
 class StageLayout(NamedTuple):
@@ -325,9 +282,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 def _moved(layout: StageLayout, device: Any) -> StageLayout:
     """Bring the tensors of a layout to a device."""
-    chain = layout.chain
-    fields = getattr(chain, "__dataclass_fields__", None)
-    if fields is not None:
-        values = {name: getattr(chain, name) for name in fields}
-        chain = type(chain)(**pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values))
-    return layout._replace(chain=chain)
+    if not is_dataclass(type(layout.chain)):
+        return layout
+    values = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(layout.chain))
+    return layout._replace(chain=replace(layout.chain, **values))

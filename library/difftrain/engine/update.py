@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from difftrain.contracts import METRIC
+from difftrain.engine.gradients import largest_of
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -25,38 +27,44 @@ class Updated(NamedTuple):
     skipped: Tensor
 
 
-class Update(Protocol):
-    """Turn gradients into an update: after the backward pass, or while it runs. loss: the global one, made when asked.
+class Update:
+    """Turn gradients into an update: after the backward pass, or while it runs. loss: the global one, made when asked."""
 
-    ready is called before the step's last backward, finish after it; missing_gradients names parameters that got no gradient,
-    largest_gradients gives the largest magnitude of each, on the device: nothing where ranks hold them in pieces.
-    """
+    needs_loss = False  # before the step's last backward: then there is a method `ready`, which takes it
+    ready: Callable[[Callable[[], Tensor]], None]
 
-    def ready(self, loss: Callable[[], Tensor]) -> None: ...
-    def missing_gradients(self) -> list[str]: ...
-    def largest_gradients(self) -> dict[str, Tensor]: ...
-    def finish(self, loss: Callable[[], Tensor]) -> Updated: ...
-
-
-class AfterBackward:
-    """Apply all gradients at once, which are the same on every rank; so is everything decided here."""
-
-    def __init__(
-        self, master_weights: MasterWeights, optimizer: Optimizer, scaler: GradScaler | None, max_grad_norm: float
-    ) -> None:
-        self._master_weights, self._optimizer, self._scaler = master_weights, optimizer, scaler
+    def __init__(self, master_weights: MasterWeights, max_grad_norm: float = 0.0) -> None:
+        self._master_weights, self._optimizer = master_weights, master_weights.optimizer
         self._max_norm = max_grad_norm  # 0 does not clip
-
-    def ready(self, loss: Callable[[], Tensor]) -> None:
-        """Do nothing: the gradients are not there yet."""
 
     def missing_gradients(self) -> list[str]:
         """Name the parameters without a gradient."""
         return self._master_weights.missing_gradients()
 
     def largest_gradients(self) -> dict[str, Tensor]:
-        """Return the largest magnitude of each gradient."""
-        return self._master_weights.largest_gradients()
+        """Return the largest magnitude of each gradient that this rank has, on the device."""
+        return largest_of({name: weight.grad for name, weight in self._master_weights.weights.items()})
+
+    def finish(self, loss: Callable[[], Tensor]) -> Updated:
+        """End the step, behind its last backward."""
+        raise NotImplementedError
+
+
+class AfterBackward(Update):
+    """Apply all gradients at once, which are the same on every rank; so is everything decided here.
+
+    norm: of all gradients, where the weights that are here are not all.
+    """
+
+    def __init__(
+        self,
+        master_weights: MasterWeights,
+        scaler: GradScaler | None,
+        max_grad_norm: float,
+        norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    ) -> None:
+        super().__init__(master_weights, max_grad_norm)
+        self._scaler, self._norm = scaler, norm or master_weights.norm
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:
@@ -68,29 +76,29 @@ class AfterBackward:
         if filled := [gradient for gradient in gradients if gradient.numel()]:  # sharded ones may all be elsewhere
             _poison(filled[0], total)
         # the scaler finds gradients through groups: of half weights they are not the optimizer's own
-        seen = master_weights.for_scaler(self._optimizer)
+        seen = master_weights.for_scaler()
+        flags: list[Tensor] = []
         if scaler is not None:
             scaler.unscale_(seen)
-            master_weights.share_overflow(overflow_flags(scaler, seen))
-        norm = self._norm(master_weights, gradients, seen)
+            flags = overflow_flags(scaler, seen)
+            if (group := master_weights.group) is not None:  # so that the loss scales of its ranks stay one
+                for flag in flags:
+                    flag.copy_(group.all_reduce(flag, dist.ReduceOp.MAX))
+        norm = self._norm(gradients)
         if self._max_norm > 0:
             master_weights.clip(self._max_norm, norm)
 
         # --- step, or leave everything as it is
         # 1.0 or 0.0 on the device, which a fused optimizer reads there
         skipped = torch.isfinite(norm).logical_not().float()
-        if scaler is not None:
-            skipped = torch.maximum(skipped, overflow(scaler, seen).to(skipped.device))
+        for flag in flags:
+            skipped = torch.maximum(skipped, flag.reshape(()).float().to(skipped.device))
         if may_step(self._optimizer, skipped):
-            master_weights.step(self._optimizer, lambda optimizer: step(optimizer, skipped))
+            master_weights.step(lambda optimizer: step(optimizer, skipped))
         master_weights.clear()
         if scaler is not None:
             scaler.update()
         return Updated(norm, skipped)
-
-    def _norm(self, master_weights: MasterWeights, gradients: Sequence[Tensor], seen: Any) -> Tensor:
-        """Return the norm of all gradients. seen: what the loss scaler has unscaled."""
-        return master_weights.norm(gradients)
 
 
 def _poison(gradient: Tensor, loss: Tensor) -> None:
@@ -99,13 +107,8 @@ def _poison(gradient: Tensor, loss: Tensor) -> None:
     gradient[(0,) * gradient.ndim].add_(loss * 0.0)
 
 
-def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return what unscale_ found, 1.0 or 0.0."""
-    return torch.stack([value.reshape(()).float() for value in overflow_flags(scaler, optimizer)]).amax()
-
-
 def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return what unscale_ found on each device.
+    """Return what unscale_ found on each device, 1.0 or 0.0.
 
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer
     that it does not know to be fused, a sharding one among them.

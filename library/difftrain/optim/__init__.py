@@ -6,6 +6,7 @@ The way of an optimizer:
  3. builders.py     kohya's names and defaults for optimizers of torch and of packages; making.py what builders share
  4. muon.py, schedule_free.py   those that are built here
  5. schedule.py     the learning rate of every update
+ 6. state.py        the state of both by parameter name, as checkpoints have it
 """
 
 from difftrain.optim.builders import announce, estimate, page_again

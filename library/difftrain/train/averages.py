@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from difftrain.checkpoint.tensor_files import CheckpointReader, FlatRange, Shape, write_safetensors
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault
 from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
-from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, Shape
-from difftrain.engine.snapshot import HostBuffers, write_safetensors
+from difftrain.engine.snapshot import HostBuffers
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 
@@ -147,8 +147,7 @@ class Averages:
                 continue
             tensors = dict(file.tensors)
             if buffers is not None:
-                copies = buffers.copy((f"{kind} {name}", tensor) for name, tensor in tensors.items())
-                tensors = dict(zip(tensors, copies.values()))
+                tensors = buffers.copy(tensors.items(), kind)
             files.append((file.name, tensors, dict(file.metadata)))
 
         def write(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from difftrain.data.media.decoders import HOST
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.sources import own_class
 from difftrain.device import Device, fp8, jpeg
-from difftrain.engine.partition import Cut
+from difftrain.distributed.partition import Cut
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})

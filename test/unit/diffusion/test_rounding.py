@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from difftrain.diffusion.draws import words_of
-from difftrain.engine.half_precision import by_chance, join, nearest, random_bits, split
+from difftrain.diffusion.rounding import by_chance, join, nearest, random_bits, split
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from refusals import is_about, names
 from torch._dynamo.utils import counters
 
 from difftrain.config.schema.sections import DataSection, DatasetSection
-from difftrain.device import Device, torch_device
-from difftrain.engine import base, make_engine
+from difftrain.device import Device, compiling, torch_device
+from difftrain.engine import make_engine
 from difftrain.testing.family import TinyFamily
 
 
@@ -50,12 +50,12 @@ def test_blocks_train_the_same_under_the_same_names(graphs):
 def test_kinds_are_counted_by_class_and_shapes():
     blocks = [torch.nn.Linear(4, 8), torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)]
     section = config({"compile": True, "compile_backend": "eager"}).training
-    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=True)
+    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=True)
     assert names(said, "4 blocks", "eager", "3 graphs")
-    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
+    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
     assert names(said, "4 blocks", "eager", "6 graphs")
     section = section.model_copy(update={"compile_backend": "inductor"})
-    assert "minutes before" in base.compile_blocks(blocks, section, Device("cpu"), buckets=False)
+    assert "minutes before" in compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False)
 
 
 @pytest.mark.parametrize("buckets", [False, True])
@@ -77,10 +77,10 @@ def test_buckets_of_a_data_set_change_the_shape_too(buckets):
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused(backend, words):
-    (fault,) = base.faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
+    (fault,) = compiling.compile_faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
     assert words in fault
-    assert base.faults(config({"compile_backend": backend}).training, Device("cpu")) == []
-    assert base.faults(config({"compile": True}).training, Device("cpu")) == []
+    assert compiling.compile_faults(config({"compile_backend": backend}).training, Device("cpu")) == []
+    assert compiling.compile_faults(config({"compile": True}).training, Device("cpu")) == []
 
 
 def test_inductor_needs_a_compiler():
@@ -102,7 +102,7 @@ def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
         os.utime(path, (time.time() - 100, time.time() - 100))
     assert torch_device.sweep("aot_eager", "cpu") == 0
     section = config({"compile": True, "compile_backend": "inductor"}).training
-    base.compile_blocks([], section, Device("cpu"), buckets=False)
+    compiling.compile_blocks([], section, Device("cpu"), buckets=False)
     assert whole.exists() and linking.exists() and not empty.exists()
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from difftrain.checkpoint.tensor_files import DTYPES, write_safetensors
 from difftrain.contracts import TrainingFault
-from difftrain.engine.optimizer_state import decode, encode
-from difftrain.engine.snapshot import DTYPES, HostBuffers, shares, write_safetensors
+from difftrain.engine.snapshot import HostBuffers, shares
+from difftrain.optim.state import decode, encode
 
 
 def test_every_dtype_and_shape_reads_back(tmp_path):

@@ -171,3 +171,10 @@ def test_files_stay_short() -> None:
         and (count := len(path.read_text(encoding="utf-8").splitlines())) > most.get(name.split("/")[0], 450)
     ]
     assert not long, "\n".join(long)
+
+
+def test_engines_stay_small() -> None:
+    """All ways to train, from one device to stages over machines, in one room of so many lines."""
+    files = [p for p in tracked() if p.suffix == ".py" and p.parent == ROOT / "library" / "difftrain" / "engine"]
+    assert len(files) > 10
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 3500

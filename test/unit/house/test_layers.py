@@ -29,7 +29,7 @@ LAYERS = [
     {"testing"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-ALLOWED = {("engine", "optim")}
+ALLOWED = {("engine", "optim"), ("engine", "checkpoint")}
 # The one module of a higher room that configuration reads: the families' rows, from which choices, help, docs, defaults
 # and rules are derived before torch is imported. It stands on contracts and the standard library alone (tested below).
 ROWS = "difftrain.models.registry"
@@ -153,6 +153,7 @@ def test_the_rule_itself_bites() -> None:
     assert breaks("data", "models") and breaks("config", "device") and breaks("contracts", "config")
     assert breaks("optim", "engine") and breaks("sampling", "config") and breaks("train", "cli")
     assert breaks("train", "nowhere") and breaks("diffusion", "device") and breaks("data", "testing")
+    assert breaks("checkpoint", "engine") and not breaks("engine", "checkpoint")
     assert not breaks("engine", "optim") and not breaks("train", "data") and not breaks("sampling", "device")
 
 
@@ -236,6 +237,36 @@ def test_names_say_what_they_hold() -> None:
                 continue
             if name.strip("_").lower() in VAGUE:
                 wrong.append(f"{path}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def does_nothing(function: ast.FunctionDef) -> bool:
+    """Tell whether a function's body is its docstring, `pass`, or a constant that is returned."""
+    body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    return all(
+        isinstance(node, ast.Pass)
+        or (isinstance(node, ast.Return) and not list(ast.walk(node.value or node))[1:])
+        or (isinstance(node, ast.Return) and isinstance(node.value, ast.Dict | ast.List | ast.Tuple | ast.Constant)
+            and all(isinstance(inner, ast.Constant | ast.expr_context) for inner in list(ast.walk(node.value))[1:]))
+        for node in body
+    )  # fmt: skip
+
+
+def test_no_engine_overrides_a_method_with_nothing() -> None:
+    """A base class asks for what all engines do; where one has nothing to do, an attribute says so."""
+    samples = ast.parse(
+        "def a(self): 'it'\ndef b(self): return False\ndef c(self): return {}\ndef d(self): return [self]"
+    ).body
+    assert [does_nothing(node) for node in samples if isinstance(node, ast.FunctionDef)] == [True, True, True, False]
+    wrong = [
+        f"{path.name}:{method.lineno}: {owner.name}.{method.name}"
+        for path in FILES
+        if room_of(path) == "engine"
+        for owner in ast.walk(parsed(path))
+        if isinstance(owner, ast.ClassDef)
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and does_nothing(method)
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from difftrain.config.hidden_imports import is_installed
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.pipeline import pipeline
+from difftrain.config.rules.pipeline import pipeline, processes_started, undivided
 from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
@@ -269,10 +268,9 @@ def fsdp(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
 
     # --- who shares a copy
     size = cfg.fsdp.shard_size
-    world = os.environ.get("WORLD_SIZE", "")
-    ranks = int(world) if world.isdecimal() else 0
+    ranks = processes_started()
     if size and ranks and ranks % size:
-        what = f"is {size}, and {ranks} process{'es' if ranks > 1 else ''} cannot be divided into groups of {size}"
+        what = f"is {size}, and {undivided(ranks, f'groups of {size}')}"
         yield Finding((_SHARD_SIZE,), what, f"a divisor of {ranks}")
     elif size and cfg.fsdp.shard == "full" and size != ranks:
         what = f"is {size}, and {option(_SHARD)}=full shards over all devices"

@@ -27,8 +27,8 @@ def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             if field in requested and value_of(cfg, field) != default_of(field):
                 yield Finding((field,), f"has no effect with {option(_STAGES)}=1: the model is not cut", note=True)
         return
-    world = os.environ.get("WORLD_SIZE", "")
-    if world.isdecimal() and not cfg.cache.only and (wrong := processes_fault(cfg, int(world))):
+    world = processes_started()
+    if world and not cfg.cache.only and (wrong := processes_fault(cfg, world)):
         yield Finding((_STAGES,), *wrong)
 
     # --- how it is cut
@@ -91,8 +91,19 @@ def processes_fault(cfg: TrainConfig, world: int) -> tuple[str, str] | None:
     if world % stages == 0:
         return None
     fits = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
-    what = f"{stages} stages, and {world} process{'es' if world != 1 else ''} cannot be divided into them"
+    what = f"{stages} stages, and {undivided(world, 'them')}"
     return what, f"start {stages} processes or a multiple of that (torchrun), or give: {fits}"
+
+
+def processes_started() -> int:
+    """Return how many processes the launcher has started; 0: it does not say."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdecimal() else 0
+
+
+def undivided(world: int, into: str) -> str:
+    """Say that a number of processes cannot be divided."""
+    return f"{world} process{'es' if world != 1 else ''} cannot be divided into {into}"
 
 
 def waiting_share(stages: int, micro_batches: int, schedule: str) -> float:

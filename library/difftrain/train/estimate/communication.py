@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from difftrain.device.step_memory import AcceleratorMaths
-from difftrain.engine.partition import Cut
+from difftrain.distributed.partition import Cut
 from difftrain.models.flops import blank_inputs
 from difftrain.models.placeholder import DTYPES
 

@@ -23,7 +23,7 @@ from difftrain.data.plan.plan import EVERY, EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.device.free_memory import free_memory
 from difftrain.distributed.launch import Launch
-from difftrain.engine.partition import Cut
+from difftrain.distributed.partition import Cut
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
 from difftrain.evaluation.losses import TENTHS

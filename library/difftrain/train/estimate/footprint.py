@@ -16,10 +16,10 @@ from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import PIECES
 from difftrain.contracts import Bucket, Group, Parts
+from difftrain.distributed.partition import Cut
 from difftrain.engine.fused import parts_of
 from difftrain.engine.half_precision import weights_kept
 from difftrain.engine.master_weights import DTYPES
-from difftrain.engine.partition import Cut
 from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix

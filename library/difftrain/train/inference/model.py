@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain import checkpoint, optim
+from difftrain.checkpoint.compatibility import engine_file
+from difftrain.checkpoint.tensor_files import CheckpointReader
 from difftrain.contracts import EVERY, ConfigFault, Fault, Parts
 from difftrain.diffusion.ema import start_share
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine.checkpoint_reader import CheckpointReader
-from difftrain.engine.checkpointing import engine_file
-from difftrain.engine.optimizer_state import NamedState, merge_states
 from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS
 from difftrain.models.placeholder import DTYPES, fill
 from difftrain.models.registry import make_family
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
+from difftrain.optim.state import NamedState, merge_states
 from difftrain.train.averages import HALF, PLAIN, POWER, UPDATES, percent
 from difftrain.train.run import attend
 

@@ -12,7 +12,7 @@ from difftrain.config.parse_flags import parse
 from difftrain.config.rules.pipeline import waiting_share
 from difftrain.config.schema.sections import TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.partition import Cut, Unit, cut
+from difftrain.distributed.partition import Cut, Unit, cut
 from difftrain.testing.family import TinyChain, TinyFamily
 
 PICTURES = "."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -120,36 +120,18 @@ Keep = Callable[[str, "Tensor"], None]
 _NOT_STATE = {"params", "param_names", "name", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
 
 
-class OptimizerState(Protocol):
-    """See an optimizer's state by the names of parameters, as a checkpoint holds it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def owned(self) -> list[str]: ...
-    def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]: ...
-    def groups(self, keep: Keep) -> list[dict[str, Any]]: ...
-    def load(
-        self,
-        states: Mapping[str, Mapping[str, Any]],
-        groups: list[dict[str, Any]],
-        tensors: Iterable[tuple[str, Tensor]],
-    ) -> None: ...
-
-
 class NamedState:
-    """See an optimizer's state by the names of parameters. Made before the first update."""
+    """See an optimizer's state by the names of parameters. Made before the first update.
+
+    kind: the class whose state this is, whatever shards it.
+    """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
         self._names = names  # id(parameter) -> name
-        self._configured = [self._values(group) for group in inner(optimizer).param_groups]
-
-    @property
-    def kind(self) -> str:
-        """Name the class whose state this is, whatever shards it."""
-        worker = inner(self._optimizer)
-        return getattr(worker, "state_kind", f"{type(worker).__module__}.{type(worker).__name__}")
+        worker = inner(optimizer)
+        self._configured = [self._values(group) for group in worker.param_groups]
+        self.kind = getattr(worker, "state_kind", f"{type(worker).__module__}.{type(worker).__name__}")
 
     @property
     def owned(self) -> list[str]:

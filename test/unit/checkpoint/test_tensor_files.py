@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from difftrain.checkpoint.tensor_files import PIECES, CheckpointReader, FlatRange
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine.checkpoint_reader import CheckpointReader, FlatRange, complete
-from difftrain.engine.snapshot import PIECES, WEIGHTS
+from difftrain.engine.snapshot import WEIGHTS
 
 
 def test_a_reader_joins_pieces_of_any_layout_and_reads_ranges_alone(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_reader_joins_pieces_of_any_layout_and_reads_ranges_alone(tmp_path: Pa
     )
     reader = CheckpointReader(tmp_path, WEIGHTS, Ranks())
     assert reader.shapes == {"b": (3,), "w": (6, 4)}
-    assert torch.equal(dict(reader.ranges(complete))["w"], whole)
+    assert torch.equal(dict(reader.tensors(lambda name: True))["w"], whole)
     for begin, end in ((0, 2), (1, 3), (4, 6), (6, 6)):
         wanted = FlatRange(4 * begin, (end - begin, 4))
         (got,) = dict(reader.ranges(lambda name, shape, it=wanted: it if name == "w" else None)).values()

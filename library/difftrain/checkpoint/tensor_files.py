@@ -1,26 +1,90 @@
-"""Tensors of a checkpoint by name, whole or a range of each, whichever files hold them in whatever pieces, on whichever disks."""
+"""The tensors of a checkpoint: files of complete ones and of flat pieces, written by a rank and read by any number of ranks.
+
+1. A rank writes its tensors by name (write_safetensors); what no rank has all of is in pieces, which the header places.
+2. Ranks read what they want of each, whichever files have it, on whichever disks (CheckpointReader).
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.snapshot import DTYPES, PIECES
+from difftrain.contracts import ConfigFault, Extent, Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.distributed.ranks import Ranks
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors, one after the other by way of the host; wide ones first, so that each is aligned in the file."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            file.write(as_bytes(tensors[name].detach().cpu().contiguous()).data)
+
+
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    """See a tensor of the host as bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+PIECES = "pieces"  # in a file's metadata: name -> [shape of the whole tensor, offset of the piece's first element]
+
+
+def pieces_metadata(pieces: Mapping[str, Extent]) -> dict[str, str]:
+    """Return what a header says of the pieces in its file; nothing where every tensor is whole."""
+    return (
+        {PIECES: json.dumps({name: [list(shape), offset] for name, (shape, offset) in sorted(pieces.items())})}
+        if pieces
+        else {}
+    )
+
 
 Shape = tuple[int, ...]
 
@@ -37,21 +101,11 @@ class FlatRange(NamedTuple):
         return self.begin + math.prod(self.shape)
 
 
-def complete(name: str, shape: Shape) -> FlatRange:
-    """Want all of every tensor."""
-    return FlatRange(0, shape)
-
-
 class _Piece(NamedTuple):
-    """Elements of a tensor that lie in one file: from `begin` on, flat where they are not all."""
+    """Elements of a tensor that lie in one file, flat where they are not all."""
 
     file: str
-    begin: int
-    stored: Shape
-
-    @property
-    def end(self) -> int:
-        return self.begin + math.prod(self.stored)
+    range: FlatRange
 
 
 class _File(NamedTuple):
@@ -68,12 +122,17 @@ class CheckpointReader:
     def __init__(self, folder: Path, kind: str, ranks: Ranks) -> None:
         self._folder = folder
         self._ranks = ranks
-        here = {path.name for path in folder.glob(f"{kind}-*.safetensors")}
-        everywhere = ranks.gather(sorted(here))
-        if all(listing == everywhere[0] for listing in everywhere):
-            self._files = {name: _File(*_head(folder / name), None) for name in sorted(here)}
-        else:
-            self._files = self._from_holders(everywhere)
+        here = sorted(path.name for path in folder.glob(f"{kind}-*.safetensors"))
+        everywhere = ranks.gather(here)
+        is_shared = all(listing == everywhere[0] for listing in everywhere)
+        holders: dict[str, int] = {}
+        for rank, names in enumerate(everywhere):
+            for name in names:
+                holders.setdefault(name, rank)
+        heads = {name: _head(folder / name) for name in here if is_shared or holders[name] == ranks.rank}
+        if not is_shared:
+            heads = {name: head for answer in ranks.gather(heads) for name, head in answer.items()}
+        self._files = {name: _File(*heads[name], None if is_shared else holders[name]) for name in sorted(heads)}
         self.shapes: dict[str, Shape] = {}  # of whole tensors
         self._pieces: dict[str, list[_Piece]] = {}
         for name, file in self._files.items():
@@ -91,33 +150,22 @@ class CheckpointReader:
                     f"{self._folder / name} has {key} in the shape {list(shape)}, another file {list(self.shapes[key])}"
                 )
                 raise ConfigFault([Fault(option("save.resume"), what)])
-            self._pieces.setdefault(key, []).append(_Piece(name, begin, stored))
+            self._pieces.setdefault(key, []).append(_Piece(name, FlatRange(begin, stored)))
 
     def _check(self, key: str, pieces: list[_Piece]) -> None:
         """Let pieces follow one another, none twice and none missing. Raises ConfigFault."""
-        pieces.sort(key=lambda piece: piece.begin)
+        pieces.sort(key=lambda piece: piece.range.begin)
         reached = 0
-        for piece in pieces:
-            if piece.begin < reached:
-                what = f"{self._folder / piece.file} repeats {key}, which another file has"
+        for file, extent in pieces:
+            if extent.begin < reached:
+                what = f"{self._folder / file} repeats {key}, which another file has"
                 raise ConfigFault([Fault(option("save.resume"), what)])
-            if piece.begin > reached:
+            if extent.begin > reached:
                 break
-            reached = piece.end
+            reached = extent.end
         if reached != math.prod(self.shapes[key]):
             what = f"{self._folder} lacks elements of {key} from {reached} on: a file is missing"
             raise ConfigFault([Fault(option("save.resume"), what)])
-
-    def _from_holders(self, everywhere: list[list[str]]) -> dict[str, _File]:
-        holders: dict[str, int] = {}
-        for rank, names in enumerate(everywhere):
-            for name in names:
-                holders.setdefault(name, rank)
-        own = {name: _head(self._folder / name) for name, rank in holders.items() if rank == self._ranks.rank}
-        heads: dict[str, tuple[dict, dict]] = {}
-        for answer in self._ranks.gather(own):
-            heads |= answer
-        return {name: _File(*heads[name], holders[name]) for name in sorted(holders)}
 
     @property
     def metadata(self) -> list[dict[str, str]]:
@@ -126,7 +174,7 @@ class CheckpointReader:
 
     def tensors(self, needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield the wanted tensors, on the CPU; copy them, they may be views of the file. To be iterated to the end."""
-        return self.ranges(lambda name, shape: complete(name, shape) if needed(name) else None)
+        return self.ranges(lambda name, shape: FlatRange(0, shape) if needed(name) else None)
 
     def ranges(self, wanted: Callable[[str, Shape], FlatRange | None]) -> Iterator[tuple[str, Tensor]]:
         """Yield of every tensor the range that this rank wants of it, as `tensors` does. None: nothing.
@@ -146,14 +194,13 @@ class CheckpointReader:
                 want = wanted(key, self.shapes[key])
                 parts = []
                 for piece in self._pieces[key]:
+                    overlaps = want is not None and _overlap(piece.range, want)
                     if self._files[piece.file].holder is not None:
-                        part = _part(self._receive(piece, key, stored), piece, want)
-                    elif _overlap(piece, want):
-                        part = _part(stored(piece, key), piece, want)
-                    else:
-                        part = None
-                    if part is not None:
-                        parts.append(part)
+                        tensor = self._receive(piece, key, stored)
+                    elif overlaps:
+                        tensor = stored(piece, key)
+                    if want is not None and overlaps:
+                        parts.append(_part(tensor, piece.range, want))
                 if want is not None:
                     yield key, self._joined(parts, key, want)
 
@@ -181,15 +228,13 @@ class CheckpointReader:
         return tensor
 
 
-def _overlap(piece: _Piece, want: FlatRange | None) -> bool:
+def _overlap(piece: FlatRange, want: FlatRange) -> bool:
     # a tensor without elements has a piece without elements, and is read all the same
-    return want is not None and (max(piece.begin, want.begin) < min(piece.end, want.end) or want == (0, piece.stored))
+    return max(piece.begin, want.begin) < min(piece.end, want.end) or want == piece
 
 
-def _part(tensor: Tensor, piece: _Piece, want: FlatRange | None) -> Tensor | None:
-    """Return the wanted elements of a piece, flat; None where there are none."""
-    if want is None or not _overlap(piece, want):
-        return None
+def _part(tensor: Tensor, piece: FlatRange, want: FlatRange) -> Tensor:
+    """Return the wanted elements of a piece, flat."""
     begin, end = max(piece.begin, want.begin), min(piece.end, want.end)
     return tensor.reshape(-1)[begin - piece.begin : end - piece.begin]
 
