@@ -77,9 +77,7 @@ class Door:
         """Start a run; one thread a process, so that runs can be compared bit by bit."""
         return self._start(self.command(flags, ranks), **env)
 
-    def _start(
-        self, words: list[str], popen: Any = None, cwd: Path | None = None, **env: str
-    ) -> subprocess.Popen[str]:
+    def _start(self, words: list[str], popen: Any = None, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
         return (popen or self.popen)(
             words,
             cwd=cwd,

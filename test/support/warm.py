@@ -36,7 +36,8 @@ LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they star
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
                   "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
 # of these names, what is looked at when it is needed
-READ_LATER = {"PYTHONPATH", "HF_TOKEN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "SIMULATED_NPU_MEMORY_GIB"}
+READ_LATER = {"PYTHONPATH", "HF_TOKEN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCEND_DEVICE_ID", "SIMULATED_NPU_MEMORY_GIB",
+              "SIMULATED_NPU_SATURATE", "SIMULATED_NPU_COUNTS"}  # fmt: skip
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SEEDS = ("1", "2")  # PYTHONHASHSEED of the hosts
 SIMULATED = "SIMULATED_NPU_LIBRARIES"  # test/simulated_npu/run sets it
@@ -169,6 +170,17 @@ def popen(
     return Forked(host, words, pid, reads)
 
 
+def completed(
+    words: Sequence[str], *, env: Mapping[str, str], timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end as subprocess.run does, its output captured."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        process = popen(words, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        output, _ = process.communicate(timeout=timeout)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, process.returncode, output, errors.read())
+
+
 def is_warm(words: Sequence[str], env: Mapping[str, str]) -> bool:
     """Tell whether a fork does what a fresh process would."""
     if sys.platform != "linux" or words[0] != sys.executable or "difftrain.testing.imports" in words:
@@ -258,6 +270,10 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
         del os.environ[name]
     os.environ.update(request["env"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if SIMULATED in os.environ and os.environ.get("SIMULATED_NPU_COUNTS"):
+        from simulator import install
+
+        atexit.register(install._write_counts)  # as its import does
     words = request["words"][1:]
     if words[0] == "-u":
         words = words[1:]
@@ -351,6 +367,7 @@ def _import() -> None:
     hold_back()
     hold_autoload()
     calm_threads()
+
     if SIMULATED in os.environ:
         import torch_npu  # noqa: F401  # which touches no device
     import diffusers
