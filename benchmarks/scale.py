@@ -27,7 +27,7 @@ from figures import Report
 from difftrain.config import TrainConfig
 from difftrain.contracts import Draw
 from difftrain.data.index.index import Index
-from difftrain.data.loader import data_loader
+from difftrain.data.loader import data_loader, items_of
 from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import make_plan, make_tables, open_data
 from difftrain.testing.synthetic_index import write_synthetic_index
@@ -88,7 +88,7 @@ def memory() -> dict[str, float]:
 
 def worker_memory(cfg: TrainConfig, folder: Path) -> dict[str, float]:
     """Return the memory of a loader worker after 600 batches."""
-    readings = list(data_loader(Probe(cfg, folder, 200), range(3), workers=1))  # type: ignore[arg-type]
+    readings = list(items_of(data_loader(Probe(cfg, folder, 200), range(3), workers=1)))  # type: ignore[arg-type]
     return readings[-1]
 
 

@@ -2,11 +2,11 @@
 
     python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...]
 
-A round takes one topology (one process, DDP, FSDP or two stages of a pipeline on two), one event (a rank, the
+A round takes one topology (one process; DDP, FSDP, accelerate, DeepSpeed or two stages of a pipeline on two), one event (a rank, the
 launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go away) and one moment
-(while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts. Weights,
-averages and losses must be those of the unbroken run of the same topology. With --state a count is kept, and the next call
-goes on from it. Prints a line a round, and sums; exits with 1 at the first difference, or where something hangs.
+(while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts, and in
+every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must be those of the
+unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Prints a line a round, and sums; exits with 1 at the first difference, or where something hangs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ class Topology:
 
 def topologies() -> list[Topology]:
     """Return the engines, each on as many ranks as a small machine has."""
-    built = [Topology("single", 1), Topology("ddp", 2)]
-    return [*built, Topology("fsdp", 2, ("--engine=fsdp",)), Topology("pipeline", 2, ("--pipeline_stages=2",))]
+    on_two = {
+        "ddp": (), "fsdp": ("--engine=fsdp",), "pipeline": ("--pipeline_stages=2",), "accelerate": ("--engine=accelerate",),
+        "zero2": ("--deepspeed", "--zero_stage=2"),
+    }  # fmt: skip
+    return [Topology("single", 1), *(Topology(name, 2, flags) for name, flags in on_two.items())]
 
 
 @dataclass
@@ -192,13 +195,13 @@ def moments(chance: random.Random, out: Path, cache: Path) -> dict[str, Callable
 # --- a round
 
 
-def begin(door: Door, topology: Topology, folder: Path, restarts: int = 0) -> Start:
+def begin(door: Door, topology: Topology, folder: Path, restarts: int = 0, more: tuple[str, ...] = ()) -> Start:
     """Start a run, or go on with it."""
     out, notice = folder / "out", folder / "notice"
     flags = door.flags(
         out, "--resume=auto", "--use_ema", "--cache_latents", "--cache_latents_to_disk", f"--cache_dir={folder / 'cache'}",
         "--max_data_loader_n_workers=1", "--epoch_batches=whole", f"--ddp_timeout={TIMEOUT_MIN}", f"--preempt_file={notice}",
-        *topology.flags, batch=global_batch(topology), steps=STEPS,
+        *topology.flags, *more, batch=global_batch(topology), steps=STEPS,
     )  # fmt: skip
     if topology.ranks == 1:
         return Start(door._start([sys.executable, str(DOOR), *flags]), out, topology, notice)
@@ -243,9 +246,9 @@ def one_round(
     """Break a run once for certain, and later starts now and then; return the starts, whether it happened, and its output."""
     folder.mkdir()
     restarts = 2 if topology.ranks > 1 and event in DOWN and chance.random() < 0.5 else 0
-    happened, text = False, ""
+    happened, text, more = False, "", ("--save_async",) if chance.random() < 0.5 else ()
     for starts in range(1, MOST_STARTS):
-        start = begin(door, topology, folder, restarts)
+        start = begin(door, topology, folder, restarts, more)
         has_come = moments(chance, start.out, folder / "cache")[moment if starts == 1 else "step"]
         if starts == 1 or (not happened) or chance.random() < 0.3:
             while start.process.poll() is None and not has_come():

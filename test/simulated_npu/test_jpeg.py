@@ -49,14 +49,14 @@ class Pictures(Dataset):
         return torch.from_numpy(found.copy()), "torch_npu" in sys.modules and torch.npu.current_device()
 
 if __name__ == "__main__":
-    from difftrain.data.loader import data_loader
+    from difftrain.data.loader import data_loader, items_of
     from difftrain.data.media.media import decode_for
     from difftrain.device import choose, jpeg
     why = jpeg.why_not(choose("npu", local_rank=1, local_size=2))
     print("why:", why)
     if not why:
         host = decode_for(picture(), (256, 256)).pixels
-        ((found, device),) = data_loader(Pictures(), range(1), 1, forks=False)
+        ((found, device),) = items_of(data_loader(Pictures(), range(1), 1, forks=False))
         print("worker:", device, np.abs(found.numpy().astype(int) - host).max())
 """
 

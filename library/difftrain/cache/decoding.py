@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 
 CHANGED_SINCE = "changed since"
-_SMALL = 1 << 20  # bytes
 # kinds of reasons that lie in this moment or this machine, not in the picture's bytes
 _RETRIED = (*PASSING, UNREADABLE, CHANGED_SINCE, "unsupported format")
 
@@ -60,30 +58,6 @@ class DecodedBatch:
     metas: list[dict[str, Any]]
     rejected: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     passed: tuple[Reject, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        if self.batch is not None:
-            fields[2] = replace(
-                self.batch,
-                record_id=_to_message(self.batch.record_id),
-                occurrence=_to_message(self.batch.occurrence),
-                features={name: _to_message(feature) for name, feature in self.batch.features.items()},
-            )
-        return _from_message, tuple(fields)
-
-
-def _to_message(value: torch.Tensor) -> Any:
-    """Make a small tensor part of the message: one in shared memory of its own takes a connection, a millisecond."""
-    return value.numpy() if value.nbytes < _SMALL else value
-
-
-def _from_message(*fields: Any) -> DecodedBatch:
-    piece = DecodedBatch(*fields)
-    if (batch := piece.batch) is not None:
-        batch.record_id, batch.occurrence = torch.as_tensor(batch.record_id), torch.as_tensor(batch.occurrence)
-        batch.features = {name: torch.as_tensor(feature) for name, feature in batch.features.items()}
-    return piece
 
 
 class DecodingDataset(Dataset[Any]):

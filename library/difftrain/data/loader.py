@@ -1,15 +1,13 @@
 """Loader processes: micro batch n of a rank is a pure function of n, so any number of workers yields the same.
 
-A batch travels from its worker with all its tensors in one piece of shared memory.
+How a batch travels from its worker: data/transfer.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -17,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +32,7 @@ from difftrain.data.plan.tables import PlanTables
 from difftrain.data.plan.whole import WholePlan
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
+from difftrain.data.transfer import Sent, receive, send
 from difftrain.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -43,69 +42,8 @@ log = logging.getLogger("difftrain")
 
 SPARE = 16  # neighbours that are tried for a record whose file is gone, before the data is called unreadable
 _TURN_S = 0.0005  # of the threads of a worker: the one that sends what is ready need not wait for the next picture
-_PIPE_BYTES = 1 << 20
 _LOOK_S = 1.0  # between two looks at workers that are waited for
 _PREFETCH = 2  # micro batches a worker keeps ready
-_ALIGN = 64  # bytes: where a tensor may begin
-_NONE = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class SharedBatch:
-    """A batch whose tensors lie one behind another in shared memory. spans: name -> (first byte, dtype, shape)."""
-
-    batch: Batch  # without its tensors
-    spans: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-    content: torch.Tensor
-
-    def unpack(self) -> Batch:
-        """Return the batch; its tensors look into the shared memory."""
-        tensors = {name: self.tensor(name) for name in self.spans}
-
-        def under(prefix: str) -> dict[str, torch.Tensor]:
-            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-        return replace(
-            self.batch,
-            record_id=tensors["record_id"],
-            occurrence=tensors["occurrence"],
-            features=under("features."),
-            draws=under("draws."),
-            loss_mask=tensors.get("loss_mask"),
-        )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a view of one tensor."""
-        first, dtype, shape = self.spans[name]
-        count = math.prod(shape) * dtype.itemsize
-        return self.content[first : first + count].view(dtype).view(shape)
-
-
-def to_shared_batch(item: Any) -> Any:
-    """Put a batch into shared memory; anything else stays as it is."""
-    if not isinstance(item, Batch):
-        return item
-
-    # where each tensor will lie
-    tensors = {**item.tensors(), "record_id": item.record_id, "occurrence": item.occurrence}
-    spans: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        spans[name] = (size, tensor.dtype, tuple(tensor.shape))
-        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
-
-    # the storage is shared from the start, so that sending it copies nothing
-    content = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-    empty = replace(item, record_id=_NONE, occurrence=_NONE, features={}, draws={}, loss_mask=None)
-    shared = SharedBatch(empty, spans, content)
-    for name, tensor in tensors.items():
-        shared.tensor(name).copy_(tensor)
-    return shared
-
-
-def from_shared_batch(item: Any) -> Any:
-    """Take a batch out of shared memory; anything else stays as it is."""
-    return item.unpack() if isinstance(item, SharedBatch) else item
 
 
 class MicroBatches(Dataset[Any]):
@@ -249,7 +187,7 @@ def data_loader(
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=to_shared_batch if workers else _as_it_is,
+        collate_fn=send if workers else _as_it_is,
         generator=torch.Generator(),  # else the loader seeds its workers from the global generator, and moves it
         **more,
     )
@@ -288,12 +226,11 @@ def items_of(loader: DataLoader[Any], patience_s: float = 0) -> Iterator[Any]:
     patience_s: how long an item is waited for, where the loader was made to look after its workers; 0: for ever.
     """
     iterator = iter(loader)
-    _widen_pipe(iterator)
     with _deaths_noticed_here() if loader.timeout else contextlib.nullcontext():
         try:
             while True:
                 try:
-                    item = from_shared_batch(_next(iterator, loader, patience_s))
+                    item = _next(iterator, loader, patience_s)
                 except StopIteration:
                     return
                 if isinstance(item, DataFault | TrainingFault):
@@ -308,7 +245,8 @@ def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -
     began = time.monotonic()
     while True:
         try:
-            return next(iterator)
+            item = next(iterator)
+            return receive(item) if isinstance(item, Sent) else item
         except RuntimeError as error:
             if str(error).startswith("DataLoader timed out"):
                 if time.monotonic() - began < patience_s:
@@ -318,11 +256,20 @@ def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -
                 raise WorkersSilent(what) from error
             if not str(error).startswith("DataLoader worker"):
                 raise
-            _end_workers(iterator)
-            raise WorkerDied(
-                f"{error}. A data loader process was killed, most often for lack of memory: "
-                f"try a smaller {option('data.workers')} than {loader.num_workers}"
+            raise _died(iterator, loader, str(error)) from error
+        except (ConnectionError, FileNotFoundError, EOFError) as error:
+            # shared memory comes over a connection to its worker, which is gone
+            raise _died(
+                iterator, loader, f"DataLoader worker is killed before it could hand over a batch ({error})"
             ) from error
+
+
+def _died(iterator: Iterator[Any], loader: DataLoader[Any], what: str) -> WorkerDied:
+    _end_workers(iterator)
+    return WorkerDied(
+        f"{what}. A data loader process was killed, most often for lack of memory: "
+        f"try a smaller {option('data.workers')} than {loader.num_workers}"
+    )
 
 
 @contextlib.contextmanager
@@ -336,14 +283,6 @@ def _deaths_noticed_here() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-def _widen_pipe(iterator: Any) -> None:
-    """Let a whole batch lie in the pipe that it comes by: it is read in one go, not in turns with its writer."""
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and hasattr(fcntl, "F_SETPIPE_SZ"):
-        with contextlib.suppress(OSError, AttributeError):  # the system allows less, or it is no pipe
-            results: Any = iterator._worker_result_queue
-            fcntl.fcntl(results._reader.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _end_workers(iterator: Any) -> None:

@@ -336,7 +336,7 @@ class Killed(Dataset):
 
 
 def test_workers_leave_signals_to_the_parent():
-    (first, threads), (second, _) = list(data_loader(Signalled(), range(2), 1))
+    (first, threads), (second, _) = list(items_of(data_loader(Signalled(), range(2), 1)))
     assert first == second != os.getpid() and threads == 1
 
 

@@ -354,3 +354,22 @@ def test_a_pipeline_sends_over_its_cuts_and_holds_its_stage(line: list[str]) -> 
     parts = make_family(cfg).load(meta=True)
     one, two = ({item.what: item.size for item in needs(c, parts, 2)} for c in (parse(line).config, cfg))
     assert two["weights in fp32"] == one["weights in fp32"] / 2 and two["optimizer state"] == one["optimizer state"] / 2
+
+
+def test_a_pipeline_takes_what_its_largest_stage_and_its_schedule_do(line: list[str]) -> None:
+    """A cut behind the first block leaves the second stage almost all; GPipe keeps the activations of all micro batches."""
+
+    def memory(*flags: str) -> footprint.DeviceMemory:
+        cfg = parse([*line, "--pipeline_stages=2", "--gradient_accumulation_steps=4", *flags]).config
+        family = make_family(cfg)
+        return footprint.device_memory(cfg, family, family.load(meta=True), 2, Bucket(64, 64), 8)
+
+    even, uneven, gpipe = (
+        memory(),
+        memory("--partition_method=manual", "--partition_split=2"),
+        memory("--pipeline_schedule=gpipe"),
+    )
+    weights = [{item.what: item.size for item in each.items}["weights in fp32"] for each in (even, uneven, gpipe)]
+    assert weights[1] > 1.2 * weights[0] and weights[0] == weights[2]
+    gradients = {item.what: item.size for item in even.items}["gradients"]
+    assert gpipe.step - gradients == pytest.approx(2 * (even.step - gradients), rel=0.01)  # four micro batches for two

@@ -72,6 +72,7 @@ class Spread:
     gradient_bytes: int = FP32
     reshards: bool = True  # fsdp gathers a block once more for its backward
     reduces_each: bool = False  # fsdp reduces gradients of each micro batch
+    largest: float = 0.0  # the share of a pipeline's largest stage; 0: all are alike
 
     @property
     def replicas(self) -> int:
@@ -83,14 +84,17 @@ class Spread:
     @property
     def weights_share(self) -> float:
         """Return the share of the weights that a rank holds between steps."""
-        return {"zero3": 1 / self.ranks, "fsdp": 1 / self.shard, "pipeline": 1 / self.stages}.get(self.way, 1.0)
+        stage = self.largest or 1 / self.stages
+        return {"zero3": 1 / self.ranks, "fsdp": 1 / self.shard, "pipeline": stage}.get(self.way, 1.0)
 
     @property
     def gradients_share(self) -> float:
         """Return the share of the gradients that a rank holds at the update."""
         if self.way == "fsdp":
             return 1.0 if self.micro > 1 and not self.reduces_each else 1 / self.shard
-        return {"zero2": 1 / self.ranks, "zero3": 1 / self.ranks, "pipeline": 1 / self.stages}.get(self.way, 1.0)
+        if self.way == "pipeline":
+            return self.weights_share
+        return {"zero2": 1 / self.ranks, "zero3": 1 / self.ranks}.get(self.way, 1.0)
 
     @property
     def state_share(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,10 +14,12 @@ from torch import nn
 
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
+from difftrain.config.schema.names import PIECES
 from difftrain.contracts import Bucket, Group, Parts
 from difftrain.engine.fused import parts_of
 from difftrain.engine.half_precision import weights_kept
 from difftrain.engine.master_weights import DTYPES
+from difftrain.engine.partition import Cut
 from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
@@ -50,13 +52,19 @@ class MemoryItem:
     unsharded: float = 0.0  # what it would be of a step where nothing is sharded
 
 
-def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
-    """Estimate what one card holds at all times, by formula; activations come on top."""
-    training, moving, spread = cfg.training, trained(parts.root), spread_of(cfg, ranks)
+def needs(cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0) -> list[MemoryItem]:
+    """Estimate what one card holds at all times, by formula; activations come on top.
+
+    largest: the share of a pipeline's largest stage, where the model is cut.
+    """
+    training, moving = cfg.training, trained(parts.root)
+    spread = replace(spread_of(cfg, ranks), largest=largest)
     halves = cfg.deepspeed.enable and training.mixed_precision != "no"  # DeepSpeed keeps them, with fp32 masters
     wide = HALF if training.full_precision or halves else FP32  # of a weight that is computed with, and of a gradient
 
     def shared(share: float) -> str:
+        if spread.way == "pipeline" and share < 1:
+            return f", of the largest of {spread.stages} stages: {100 * share:.0f} % of the model"
         return f", sharded over {round(1 / share)} ranks" if share < 1 else ""
 
     # weights, trained and frozen, with what low precision keeps beside them
@@ -213,7 +221,8 @@ def memory_by_ranks(
     cfg: TrainConfig, family: Any, parts: Parts, counts: Iterable[int], bucket: Bucket, batch: int
 ) -> dict[int, DeviceMemory]:
     """Do so for several numbers of ranks. The step is that of a whole model, less what sharding takes off."""
-    items = {ranks: tuple(needs(cfg, parts, ranks)) for ranks in counts}
+    largest, live = stage_shares(cfg, family, parts.root) if cfg.training.pipeline_stages > 1 else (0.0, 1.0)
+    items = {ranks: tuple(needs(cfg, parts, ranks, largest)) for ranks in counts}
     shards = {ranks: shard_size(cfg, ranks) for ranks in items}
     root, training = parts.root.to("meta"), cfg.training
     moving = trained(root)
@@ -237,9 +246,39 @@ def memory_by_ranks(
                 step += FP32 * moving // shards[ranks] if reduces else (FP32 - width) * moving
                 step += 2 * max(sizes, default=0)
             else:
-                step -= round(sum(item.unsharded - item.size for item in items[ranks] if item.in_step))
+                # activations of the busiest stage, beside what each step makes of its weights
+                kept = sum(item.size for item in items[ranks] if item.in_step)
+                made = sum(item.unsharded for item in items[ranks] if item.in_step)
+                step = round((step - made) * live + kept)
             steps[ranks] = max(0, step)
     return {ranks: DeviceMemory(of, steps[ranks], bucket, batch) for ranks, of in items.items()}
+
+
+def stage_shares(cfg: TrainConfig, family: Any, root: nn.Module) -> tuple[float, float]:
+    """Return how much of the model the largest stage of a pipeline holds, and of a micro batch's activations the busiest.
+
+    A stage keeps activations of several micro batches at once, of its share of the blocks: GPipe of all m, 1F1B of p - s
+    at most on stage s of p; interleaved ones of 2 (p - s - 1) + (v - 1) p + 1 pieces, v a stage. Blocks count alike.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; zb keeps as many as 1F1B (Qi et al. 2023, arXiv:2401.10241).
+    """
+    training = cfg.training
+    cut, stages, micro = Cut.of(cfg, family.chain(root), root), training.pipeline_stages, training.accumulation
+    weights, blocks = [0] * stages, [0] * stages
+    for name, size in cut.sizes.items():
+        weights[cut.run_of[name] % stages] += size
+    for run, numbers in enumerate(cut.runs):
+        blocks[run % stages] += len(numbers)
+    live = []
+    for stage, own in enumerate(blocks):
+        if training.pipeline_schedule == "gpipe":
+            at_once = float(micro)
+        elif training.pipeline_schedule == "interleaved":
+            pieces = PIECES["interleaved"]
+            at_once = min(2 * (stages - stage - 1) + (pieces - 1) * stages + 1, micro * pieces) / pieces
+        else:
+            at_once = min(stages - stage, micro)
+        live.append(at_once * own / sum(blocks))
+    return max(weights) / sum(weights), max(live)
 
 
 def _free_gradients(cfg: TrainConfig, root: nn.Module, reduces: bool) -> None:

@@ -1,8 +1,12 @@
-"""A batch that comes out of a parcel is the one that went in, from another process too."""
+"""What a loader worker hands over is what its parent receives, all of it or nothing."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from dataclasses import fields, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -10,7 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 from difftrain.contracts import Batch, Bucket
-from difftrain.data.loader import data_loader, from_shared_batch, items_of, to_shared_batch
+from difftrain.data.loader import WorkerDied, data_loader, items_of
+from difftrain.data.transfer import receive, send
 
 
 def batch(number: int = 0) -> Batch:
@@ -45,9 +50,9 @@ def same(one: Batch, other: Batch) -> bool:
 )
 def test_what_comes_out_is_what_went_in(change: dict[str, Any]) -> None:
     whole = replace(batch(), **change)
-    parcel = to_shared_batch(whole)
-    assert parcel.content.is_shared() and same(from_shared_batch(parcel), whole)
-    assert from_shared_batch("a fault") == to_shared_batch("a fault") == "a fault"
+    sent = send(whole)
+    assert isinstance(sent.content, torch.Tensor) and sent.content.is_shared() and same(receive(sent), whole)
+    assert receive(send("a fault")) == "a fault" and receive(send(None)) is None
 
 
 class Batches(Dataset[Any]):
@@ -59,3 +64,37 @@ class Batches(Dataset[Any]):
 def test_it_is_the_same_from_a_worker() -> None:
     alone, sent = (list(items_of(data_loader(Batches(), range(3), workers))) for workers in (0, 1))
     assert all(same(one, other) for one, other in zip(alone, sent, strict=True))
+
+
+class LongNames(Dataset[Any]):
+    """Items with more to say than a pipe takes at once, as captions and names of a large batch are."""
+
+    def __getitem__(self, number: int) -> list[str]:
+        return [f"{number} {position}" * 10 for position in range(2_000)]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message goes in one write, or its reader waits for the other half for ever: all workers hold the pipe open."""
+    write = Connection._send
+
+    def write_and_die(self: Connection, content: bytes, *more: Any) -> None:
+        write(self, content, *more)
+        if multiprocessing.parent_process() is not None and len(content) <= 8:  # a header alone
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def too_late(*_: Any) -> None:
+        pytest.fail("the loader waits for a dead worker")  # no Exception, which torch would catch
+
+    monkeypatch.setattr(Connection, "_send", write_and_die)
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(30)
+    try:
+        loader = data_loader(LongNames(), range(4), 2, watched=watched)
+        assert [len(item) for item in items_of(loader, patience_s=20)] == [2_000] * 4
+    except WorkerDied:
+        pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
