@@ -5,13 +5,13 @@ Rows of one model stand together, so that its weights are filled once; loops tha
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from workload import Case
 
+from difftrain.config.hidden_imports import is_installed
 from difftrain.models.registry import FAMILIES
 
 OURS = ""  # the trainer's engine; else a style of plain_loops.py
@@ -108,4 +108,4 @@ def tiny(entry: Entry) -> Entry:
 
 def missing(entry: Entry) -> str:
     """Name a package that a row needs and this environment lacks; empty where it has all."""
-    return "peft" if entry.case.trains == "lora" and importlib.util.find_spec("peft") is None else ""
+    return "peft" if entry.case.trains == "lora" and not is_installed("peft") else ""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.config import TrainConfig
+from difftrain.config.hidden_imports import is_installed, let_in
 from difftrain.contracts import EVERY, Batch, Bucket, Parts, Stats
 from difftrain.device import Device, use_attention
 from difftrain.distributed.ranks import Ranks
@@ -225,6 +226,7 @@ def trained_alone(family: ModelFamily, root: Any, trains: str) -> Iterator[None]
 
 def inject_lora(family: ModelFamily, root: Any) -> None:
     """Put peft's adapters into the denoiser's blocks; they alone are trained. Raises ImportError without peft."""
+    let_in("peft")
     from peft import LoraConfig, inject_adapter_in_model
 
     blocks = "|".join(re.escape(name) for name in family.blocks)
@@ -303,9 +305,7 @@ def counted_flops(family: ModelFamily, case: Case) -> float:
 @cache
 def missing_packages(trains: str) -> str:
     """Name what a case needs and this environment lacks."""
-    import importlib.util
-
-    return "peft" if trains == "lora" and importlib.util.find_spec("peft") is None else ""
+    return "peft" if trains == "lora" and not is_installed("peft") else ""
 
 
 def trained_families() -> Mapping[str, tuple[str, ...]]:

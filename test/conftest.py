@@ -1,8 +1,10 @@
 """What holds for all tests: none asks a hub; those that want one have it on this machine (support/hub_stub.py)."""
 
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     places = {HERE / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_logging() -> Iterator[None]:
+    """Leave the log to the next file as it was: a run in this process keeps it from propagating."""
+    log = logging.getLogger("difftrain")
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 def pytest_collection_finish() -> None:

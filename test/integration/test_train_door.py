@@ -152,10 +152,10 @@ def test_from_inside_the_folder_of_the_doors(door: Door, recipe: Path) -> None:
     cached = "\n[cache]\ncaching_batch_size = 4\n[data]\ncache_dir = 'cache'\n"
     (recipe / "run.toml").write_text(FLAT + cached)
     (recipe / "cache").mkdir()
-    words = f"{sys.executable} train.py --config {recipe / 'run.toml'} --output.output_dir {recipe / 'out'}"
-    said = door.shell(f"cd {TRAIN.parent} && {words} --cache_only")
+    words = [sys.executable, TRAIN.name, "--config", str(recipe / "run.toml"), f"--output.output_dir={recipe / 'out'}"]
+    said = door.run_words([*words, "--cache_only"], cwd=TRAIN.parent)
     assert "on disk" in said and not (recipe / "out").exists() and any((recipe / "cache").iterdir())
-    said = door.shell(f"cd {TRAIN.parent} && {words} --trust_cache")
+    door.run_words([*words, "--trust_cache"], cwd=TRAIN.parent)
     assert len(losses(run_dir(recipe / "out"))) == STEPS
 
 

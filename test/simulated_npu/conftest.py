@@ -2,9 +2,14 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
+from doors import Door
+
+from difftrain.testing import spawn
 
 UNDER_RUN = "SIMULATED_NPU_LIBRARIES" in os.environ
 if not UNDER_RUN:  # a plain `pytest test` has no device: bash test/run_tests.sh --tier simulated_npu
@@ -16,6 +21,15 @@ def pytest_addoption(parser):
         parser.addoption(
             "--update-golden", action="store_true", help="write golden figures anew; say why in the commit"
         )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_processes() -> Iterator[None]:
+    """Fork the doors, and the ranks of small jobs, from a process that has imported what they do, torch_npu included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "start_process", warm.popen)
+        patch.setattr(Door, "popen", staticmethod(warm.popen))
+        yield
 
 
 @pytest.fixture

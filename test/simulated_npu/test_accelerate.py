@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the 
 from ways import COUNTS, GLOBAL_BATCH, built, commit, digest, equal, off, run, spoilt, tensors_of, weights
 
 KIND = "npu"
-LR = 1e-4
+LR, STEPS = 1e-4, 8
 PLAIN = {"lr": LR, "terms": 2}
 WAYS = ("ddp", "sharded", "zero2", "zero3")
 
@@ -40,7 +40,7 @@ def cases(folder: str) -> None:
     device = choose(KIND, launch.local_rank, launch.local_size)
     with Ranks.open(launch, device, 2.0) as ranks:
         native = built(ranks, "native", PLAIN, KIND)
-        losses = run(native, 0, 20, 2)
+        losses = run(native, 0, STEPS, 2)
         found = {way: case(ranks, way, Path(folder), native, losses) for way in WAYS}
         found["scaled"], found["consolidated"], found["noise"] = scaled(ranks), consolidated(), noise(folder)
         gathered = ranks.gather(found)
@@ -49,20 +49,20 @@ def cases(folder: str) -> None:
 
 
 def case(ranks: Ranks, way: str, out: Path, native: BaseEngine, losses: list[float]) -> dict:
-    """Twenty steps beside plain DDP, a state that comes back and goes to the native engine, and a bad sample."""
+    """Some steps beside plain DDP, a state that comes back and goes to the native engine, and a bad sample."""
     engine = built(ranks, way, PLAIN, KIND)
-    found = {"losses": [run(engine, 0, 20, 2), losses], "off": off(weights(engine), weights(native))}
+    found = {"losses": [run(engine, 0, STEPS, 2), losses], "off": off(weights(engine), weights(native))}
     found["places"] = sorted({str(each.device.type) for each in engine.root.parameters()})
     found["detected"] = str(engine.accelerator.distributed_type)
     path = commit(engine, out, way)
-    straight = run(engine, 20, 23)
+    straight = run(engine, STEPS, STEPS + 3)
     resumed, back = built(ranks, way, PLAIN, KIND), built(ranks, "native", PLAIN, KIND)
     resumed.restore(path)
     back.restore(path)
-    found["resumed"] = run(resumed, 20, 23) == straight and equal(weights(resumed), weights(engine))
+    found["resumed"] = run(resumed, STEPS, STEPS + 3) == straight and equal(weights(resumed), weights(engine))
     found["format"] = equal(tensors_of(commit(back, out, f"native-{way}")), tensors_of(path))
     before = weights(engine)
-    found["skipped"] = float(engine.step(spoilt(23, ranks, float("nan")), COUNTS).skipped)
+    found["skipped"] = float(engine.step(spoilt(STEPS + 3, ranks, float("nan")), COUNTS).skipped)
     found["kept"], found["digest"] = equal(weights(engine), before), digest(engine)
     return found
 
@@ -155,7 +155,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("three")
-    run_ranks(3, f"{__file__}::cases", folder, timeout_s=300, env={"SIMULATED_NPU_DEVICES": "3"})
+    run_ranks(3, f"{__file__}::cases", folder, timeout_s=300)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.doors import ROOT, Door, write_pictures
+from doors import ROOT, Door, write_pictures
 
 RUN = str(ROOT / "test/simulated_npu/run")
 SIZES = json.loads((ROOT / "library/difftrain/models/sizes_shipped/sdxl.tiny.json").read_text())
@@ -39,10 +39,10 @@ VAE = 1
 def trained(
     door: Door, out: Path, *extra: str, cann: str | None = None, counts: Path | None = None
 ) -> tuple[dict, str]:
-    switches = [f"--cann={cann}"] if cann else []
-    switches += [f"--counts={counts}"] if counts else []
     flags = door.flags(out, "--save_every_n_steps=100", "--max_data_loader_n_workers=0", *extra, steps=STEPS)
-    printed = door.run_words([RUN, *switches, *door.command(flags)], XDG_CACHE_HOME=BUILT)
+    command = [RUN, f"--cann={cann}", *door.command(flags)] if cann else door.command(flags)
+    counted = {"SIMULATED_NPU_COUNTS": str(counts)} if counts else {}
+    printed = door.run_words(command, XDG_CACHE_HOME=BUILT, **counted)
     return json.loads((out / "report.json").read_text()), printed
 
 

@@ -60,9 +60,9 @@ def test_no_device(door: Door, tmp_path: Path) -> None:
 
 def test_fewer_devices_than_processes(door: Door, tmp_path: Path) -> None:
     flags = door.flags(tmp_path / "out", "--device=npu", batch=1)
-    env = place(0, free_port())
-    output = door.run(flags, expect=2, SIMULATED_NPU_DEVICES="1", **env)  # as torchrun starts the first of two
-    said(output, "2 npu devices", "1 found", "--nproc_per_node=1")
+    env = place(0, free_port()) | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
+    output = door.run(flags, expect=2, **env)  # as torchrun starts the first of five
+    said(output, "5 npu devices", "4 found", "--nproc_per_node=4")
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

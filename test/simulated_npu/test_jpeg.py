@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHVISION = """
@@ -75,7 +75,7 @@ def probed(tmp_path: Path, off: int) -> str:
         (tmp_path / name).write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT / "library"), os.environ["PYTHONPATH"]])
     environ = os.environ | {"PYTHONPATH": path, "OFF": str(off), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, str(tmp_path / "probe.py")], env=environ, capture_output=True, text=True)
+    done = warm.completed([sys.executable, str(tmp_path / "probe.py")], env=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -77,9 +77,10 @@ class Door:
         """Start a run; one thread a process, so that runs can be compared bit by bit."""
         return self._start(self.command(flags, ranks), **env)
 
-    def _start(self, words: list[str], popen: Any = None, **env: str) -> subprocess.Popen[str]:
+    def _start(self, words: list[str], popen: Any = None, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
         return (popen or self.popen)(
             words,
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -95,9 +96,11 @@ class Door:
         """Run a line of bash to the end and return what it printed."""
         return self.run_words(["bash", "-c", script], expect)
 
-    def run_words(self, words: list[str], expect: int | None = 0, timeout: int = 300, **env: str) -> str:
-        """Run any command to the end and return what it printed."""
-        return self._ended(self._start(words, **env), expect, timeout)
+    def run_words(
+        self, words: list[str], expect: int | None = 0, timeout: int = 300, *, cwd: Path | None = None, **env: str
+    ) -> str:
+        """Run any command to the end, in a folder or in this one, and return what it printed."""
+        return self._ended(self._start(words, cwd=cwd, **env), expect, timeout)
 
     def run_cold(self, words: list[str], expect: int | None = 0, timeout: int = 300) -> str:
         """Run any command in a process that begins with nothing imported."""

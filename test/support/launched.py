@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _NEEDED = ("library", "configs", "sd_scripts_xl", "third_patch", "requirements.txt", "pyproject.toml")
-_NO_CACHE = shutil.ignore_patterns("__pycache__")
 # a real job that takes seconds: random tiny weights instead of --model_name
 TINY = (
     "--init_from_config=tiny",
@@ -25,12 +25,21 @@ TINY = (
 )
 
 
+def _copied(source: str, to: str) -> str:
+    """Copy a file with its times, so that what Python compiled of it counts for the copy."""
+    if Path(source).parent.name != "__pycache__":
+        return shutil.copy2(source, to)
+    with contextlib.suppress(FileNotFoundError):  # another process is writing it
+        shutil.copy2(source, to)
+    return to
+
+
 def checkout(root: Path) -> Path:
-    """Copy what the launchers need, so that nothing of the user's test/output is touched."""
+    """Copy what the launchers need, so that nothing of the user's test/output is touched; with what Python compiled."""
     for name in _NEEDED:
         source = ROOT / name
         (
-            shutil.copytree(source, root / name, ignore=_NO_CACHE)
+            shutil.copytree(source, root / name, copy_function=_copied)
             if source.is_dir()
             else shutil.copy(source, root / name)
         )

@@ -4,7 +4,8 @@ What runs is the script, module or code of a command line of this Python, with i
 session and output. A test of what differs starts a cold process (subprocess.Popen): which modules are imported, and
 when; what that takes; memory, of which a fork begins with the host's; the parent process. Sets of texts are iterated in
 the order of one of two hosts, in turn. What is no plain command of this Python, or has an environment that imports read
-(READ_AT_IMPORT), starts cold by itself. torchrun and accelerate start their ranks from a host of their own: they are its descendants.
+(READ_AT_IMPORT), starts cold by itself. Under test/simulated_npu/run the hosts have imported torch_npu, and touched no
+device. torchrun and accelerate start their ranks from a host of their own: they are its descendants.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ LIBRARY = Path(__file__).resolve().parents[2] / "library"
 LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
                   "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
+# of these names, what is looked at when it is needed
+READ_LATER = {"PYTHONPATH", "HF_TOKEN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCEND_DEVICE_ID", "SIMULATED_NPU_MEMORY_GIB",
+              "SIMULATED_NPU_SATURATE", "SIMULATED_NPU_COUNTS"}  # fmt: skip
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SEEDS = ("1", "2")  # PYTHONHASHSEED of the hosts
+SIMULATED = "SIMULATED_NPU_LIBRARIES"  # test/simulated_npu/run sets it
 HOST = "rank-host"  # what the process that ranks are forked from calls itself
 LARGEST = 1 << 20  # bytes of a message
 PATIENCE_S = 120.0  # for a host to import
@@ -165,6 +170,17 @@ def popen(
     return Forked(host, words, pid, reads)
 
 
+def completed(
+    words: Sequence[str], *, env: Mapping[str, str], timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end as subprocess.run does, its output captured."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        process = popen(words, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        output, _ = process.communicate(timeout=timeout)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, process.returncode, output, errors.read())
+
+
 def is_warm(words: Sequence[str], env: Mapping[str, str]) -> bool:
     """Tell whether a fork does what a fresh process would."""
     if sys.platform != "linux" or words[0] != sys.executable or "difftrain.testing.imports" in words:
@@ -172,7 +188,7 @@ def is_warm(words: Sequence[str], env: Mapping[str, str]) -> bool:
     if words[1].startswith("-") and words[1] not in ("-u", "-c", "-m"):
         return False
     ours, its = {**(_base or os.environ), **SINGLE}, {"MKL_NUM_THREADS": "1", **env}
-    read = {name for name in {*ours, *its} if name.startswith(READ_AT_IMPORT)} - {"PYTHONPATH"}
+    read = {name for name in {*ours, *its} if name.startswith(READ_AT_IMPORT)} - READ_LATER
     return all(ours.get(name) == its.get(name) for name in read)
 
 
@@ -186,7 +202,8 @@ def _next_host() -> Host:
 
 def _started(seed: str) -> Host:
     ours, theirs = _pair()
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | SINGLE
+    path = () if SIMULATED in os.environ else ("PYTHONPATH",)  # where torch_npu lies, and what makes its devices
+    env = {name: value for name, value in os.environ.items() if name not in path} | SINGLE
     # hubs' libraries put their own folders below it where they are imported: those of no user
     nobody = str(Path(tempfile.gettempdir()) / "difftrain-tests-without-cache")
     process = subprocess.Popen(
@@ -253,6 +270,10 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
         del os.environ[name]
     os.environ.update(request["env"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if SIMULATED in os.environ and os.environ.get("SIMULATED_NPU_COUNTS"):
+        from simulator import install
+
+        atexit.register(install._write_counts)  # as its import does
     words = request["words"][1:]
     if words[0] == "-u":
         words = words[1:]
@@ -346,6 +367,9 @@ def _import() -> None:
     hold_back()
     hold_autoload()
     calm_threads()
+
+    if SIMULATED in os.environ:
+        import torch_npu  # noqa: F401  # which touches no device
     import diffusers
     import transformers
 
@@ -359,6 +383,7 @@ def _import() -> None:
     import difftrain.train.run  # noqa: F401
     from difftrain.models.text.clip_tokens import PAD_1, PAD_2
     from difftrain.models.text.tokenize import small_clip, small_t5
+    from difftrain.report import peaks
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
@@ -368,6 +393,7 @@ def _import() -> None:
     for size, pad in ((834, PAD_1), (674, PAD_2)):  # the vocabularies of the tiny sizes, learned once
         small_clip(size, pad)
     small_t5(384)
+    peaks.CPU_BUDGET_S = 0.02  # a figure of no interest here, at the end of every run
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()
     gc.collect()

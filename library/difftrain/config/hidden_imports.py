@@ -1,7 +1,8 @@
 """Packages that other packages import wherever they find them, kept out until somebody asks for one.
 
 diffusers and transformers import an installed bitsandbytes, which takes 2 to 3 s of every process (it decorates its
-operators with torch.compile) and warns about kernels of 4-bit inference.
+operators with torch.compile) and warns about kernels of 4-bit inference; and an installed peft, of which diffusers only
+asks whether it is there, and which takes a second: it imports a dozen of transformers' language models.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-WITHHELD = ("bitsandbytes",)
+WITHHELD = ("bitsandbytes", "peft")
 _IMPORTERS = ("diffusers", "transformers")  # each counts once, as it is imported, what is installed
 _hidden: set[str] = set()
 

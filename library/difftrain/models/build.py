@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ def quiet_imports() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
+    if level >= logging.ERROR:
+        yield
+        return
     logging.set_verbosity_error()
     try:
         yield
@@ -49,14 +53,21 @@ class _Hollow(TorchFunctionMode):
     """Put what is allocated to be filled later (torch.empty: parameters) on the meta device, and leave all else.
 
     Rotary tables, sines and fixed positions lie in no file of weights. They are buffers in some classes and plain
-    attributes in others, so torch.device("meta") would lose them without a word.
+    attributes in others, so torch.device("meta") would lose them without a word. Drawing values for what has no memory
+    is left out: torch does it in Python, for as long as building takes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if func is torch.empty and options.get("device") is None:
             options["device"] = "meta"
+        elif getattr(func, "__name__", "") in _DRAWS and (drawn := args[0] if args else options["tensor"]).is_meta:
+            return drawn
         return func(*args, **options)
+
+
+# of torch.nn.init and of tensors; transformers puts functions of the same names in their place while it builds
+_DRAWS = frozenset(("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "constant_", "fill_", "zero_"))
 
 
 def class_of(kind: str) -> Any:
@@ -64,6 +75,8 @@ def class_of(kind: str) -> Any:
     library, _, name = kind.partition(":")
     if library == "diffusers":
         patches.apply("diffusers")
+    if name in vars(sys.modules.get(library, object)):  # found before: setting the level of loggers takes longer
+        return getattr(sys.modules[library], name)
     with quiet_imports():
         return getattr(importlib.import_module(library), name)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 
+CPU_BUDGET_S = 0.25  # of the measurement on a CPU
+
+
 class Peak(NamedTuple):
     """Dense TFLOP/s of one card, without sparsity; None where the vendor gives no figure."""
 
@@ -96,7 +99,7 @@ def measure_matmul(
     import torch
 
     if budget_s is None:
-        budget_s = 0.25 if device.type == "cpu" else 1.0
+        budget_s = CPU_BUDGET_S if device.type == "cpu" else 1.0
 
     dtype = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     size, most = (256, 2048) if device.type == "cpu" else (8192, 8192)
