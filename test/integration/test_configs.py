@@ -31,7 +31,6 @@ STAND_INS = {
     "sd3_light": "sd3",
     "sd3": "sd3",
     "flux": "flux",
-    "qwen_image": "qwen_image",
 }  # folder of recipes -> the family whose tiny model stands in
 
 
@@ -66,7 +65,7 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
         words = [
             *data,
             *COMMON,
-            *{"sd3_light": LIGHT, "qwen_image": ()}.get(folder, LIGHT[:1]),
+            *(LIGHT if folder == "sd3_light" else LIGHT[:1]),
             f"--model.diffusers_path={place / STAND_INS[folder]}",
             f"--data.cache_dir={place / 'cache'}",
         ]

@@ -41,7 +41,6 @@ class QwenImage(ModelFamily):
     shift = Shift(dynamic=(256, 8192, 0.5, 0.9), terminal=0.02)
     zero = r"(img_mod|txt_mod)\.1\.|^norm_out\.linear\.|^proj_out\."
     unread = r"^transformer_blocks\.{last}\.(txt_mlp|attn\.to_add_out)\."  # text ends with the last block's attention
-    silent = r"^transformer_blocks\.{last}\.attn\.(add_q_proj|norm_added_q)\."  # to whose output no loss listens
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mlp.net.0.proj",
         "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1",

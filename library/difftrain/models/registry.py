@@ -253,10 +253,8 @@ FAMILIES: dict[str, FamilyRow] = {
         text_features=("hidden_1",),
         sizes=("tiny",),
         layouts=("safetensors", *_FOLDER_LAYOUTS),
-        trains=("full",),
-        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1", "model.train_only"}),
-        reasons={"model.clip_skip": "qwen_image reads the last hidden states of Qwen2.5-VL"},
-        defaults={**_FLOW_DEFAULTS, "save.model_as": "diffusers_safetensors"},
+        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1"}),
+        defaults=_FLOW_DEFAULTS,
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
