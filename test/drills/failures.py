@@ -38,7 +38,9 @@ from random_kills import MOST_STARTS, power_cut  # noqa: E402
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
 TIMEOUT_MIN = 1  # of ranks that wait for one another
-OF_TORCHRUN = 'Traceback (most recent call last):\n  File "<frozen runpy>"'  # which shows its own where a rank has failed
+OF_TORCHRUN = (
+    'Traceback (most recent call last):\n  File "<frozen runpy>"'  # which shows its own where a rank has failed
+)
 
 
 @dataclass(frozen=True)
