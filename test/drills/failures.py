@@ -2,11 +2,12 @@
 
     python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...]
 
-A round takes one topology (one process; DDP, FSDP, accelerate, DeepSpeed or two stages of a pipeline on two), one event (a rank, the
-launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go away) and one moment
-(while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's own restarts, and in
-every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must be those of the
-unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Prints a line a round, and sums; exits with 1 at the first difference, or where something hangs.
+A round takes one topology (one process; DDP, FSDP, accelerate, DeepSpeed or two stages of a pipeline on two), one event
+(a rank, the launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go
+away) and one moment (while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's
+own restarts, and in every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must
+be those of the unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Prints
+a line a round, and sums; exits with 1 at the first difference, or where something hangs.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ from random_kills import MOST_STARTS, power_cut  # noqa: E402
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
 TIMEOUT_MIN = 1  # of ranks that wait for one another
-OF_TORCHRUN = (
-    'Traceback (most recent call last):\n  File "<frozen runpy>"'  # which shows its own where a rank has failed
-)
+# torchrun shows a traceback of its own where a rank has failed
+OF_TORCHRUN = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
 
 
 @dataclass(frozen=True)

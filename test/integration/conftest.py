@@ -9,15 +9,11 @@ import pytest
 import warm
 from doors import Door, write_pictures
 
-from difftrain.testing import spawn
-
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> Iterator[None]:
     """Fork the doors, and the ranks of small jobs, from a process that has imported what they do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spawn, "start_process", warm.popen)
-        patch.setattr(Door, "popen", staticmethod(warm.popen))
+    with warm.starts_forked():
         yield
 
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import warm
-from doors import Door
-
-from difftrain.testing import spawn
 
 UNDER_RUN = "SIMULATED_NPU_LIBRARIES" in os.environ
 if not UNDER_RUN:  # a plain `pytest test` has no device: bash test/run_tests.sh --tier simulated_npu
@@ -26,9 +23,7 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> Iterator[None]:
     """Fork the doors, and the ranks of small jobs, from a process that has imported what they do, torch_npu included."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spawn, "start_process", warm.popen)
-        patch.setattr(Door, "popen", staticmethod(warm.popen))
+    with warm.starts_forked():
         yield
 
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -168,6 +168,20 @@ def popen(
     if reads is not None:
         os.close(inner)
     return Forked(host, words, pid, reads)
+
+
+@contextlib.contextmanager
+def starts_forked() -> Iterator[None]:
+    """Fork the doors, and the ranks of small jobs, for a while."""
+    import pytest
+    from doors import Door
+
+    from difftrain.testing import spawn
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "start_process", popen)
+        patch.setattr(Door, "popen", staticmethod(popen))
+        yield
 
 
 def completed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -258,10 +258,18 @@ def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -
                 raise
             raise _died(iterator, loader, str(error)) from error
         except (ConnectionError, FileNotFoundError, EOFError) as error:
-            # shared memory comes over a connection to its worker, which is gone
+            # shared memory comes over a connection to its worker; a dataset may raise the same of its files
+            if not _has_lost_worker(iterator):
+                raise
             raise _died(
                 iterator, loader, f"DataLoader worker is killed before it could hand over a batch ({error})"
             ) from error
+
+
+def _has_lost_worker(iterator: Iterator[Any]) -> bool:
+    """Tell whether a worker has ended, or does so now: its connections close a moment before."""
+    workers = iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
+    return bool(workers and multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=_LOOK_S))
 
 
 def _died(iterator: Iterator[Any], loader: DataLoader[Any], what: str) -> WorkerDied:

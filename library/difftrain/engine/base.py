@@ -65,9 +65,8 @@ class BaseEngine:
         self.dp_rank, self.dp_size, self.is_logger = ranks.rank, ranks.size, ranks.is_logger
         self.position = 0  # updates done or skipped
         self._terms = LossTerms()
-        self._spare: list[
-            Batch
-        ] = []  # what ranks with fewer batches run for nothing, where every forward takes all ranks
+        # what ranks with fewer batches run for nothing, where every forward takes all ranks
+        self._spare: list[Batch] = []
         self._swapped = False
         self._observer: StepObserver | None = None
         self._looked = False  # at what the first backward of this session shows

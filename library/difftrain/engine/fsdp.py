@@ -66,7 +66,7 @@ class FsdpEngine(CheckpointedEngine):
     def _move_root(self) -> None:
         """Bring this rank's rows of each block to the device, block after block, then the rest."""
         ddp.one_process_group(self.device)
-        self._mesh = self._made_mesh()
+        self._mesh = self._make_mesh()
         self._group = RankGroup(self._mesh.get_group(_SHARD), self.device.torch_device)
         root, section = self.root, self.cfg.fsdp
         ddp.make_contiguous(root)
@@ -95,7 +95,7 @@ class FsdpEngine(CheckpointedEngine):
         # of what a model returns nothing is changed in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
-    def _made_mesh(self) -> DeviceMesh:
+    def _make_mesh(self) -> DeviceMesh:
         kind, size = self.device.torch_device.type, self._shard_size
         if size == self.ranks.size:
             return init_device_mesh(kind, (size,), mesh_dim_names=(_SHARD,))

@@ -189,20 +189,20 @@ class PipelineEngine(CheckpointedEngine):
     def drawing(self) -> Iterator[Predict | None]:
         """Let the first rank of a replica call the denoiser; the others answer until it has left, and get None."""
         if not self.leads:
-            while (inputs := self._shared()) is not None:
+            while (inputs := self._broadcast()) is not None:
                 self.predict(inputs)
             yield None
             return
         try:
             yield self._lead
         finally:
-            self._shared()
+            self._broadcast()
 
     def _lead(self, inputs: Inputs) -> Tensor:
-        self._shared(inputs)
+        self._broadcast(inputs)
         return self.predict(inputs)
 
-    def _shared(self, inputs: Inputs | None = None) -> Inputs | None:
+    def _broadcast(self, inputs: Inputs | None = None) -> Inputs | None:
         """Tell the others the shapes of a call, or that there is none; its tensors go through the stages."""
         box: list[Inputs | None] = [None]
         if inputs is not None:

@@ -75,8 +75,9 @@ def class_of(kind: str) -> Any:
     library, _, name = kind.partition(":")
     if library == "diffusers":
         patches.apply("diffusers")
-    if name in vars(sys.modules.get(library, object)):  # found before: setting the level of loggers takes longer
-        return getattr(sys.modules[library], name)
+    imported = vars(sys.modules[library]) if library in sys.modules else {}
+    if name in imported:  # setting the level of loggers takes longer
+        return imported[name]
     with quiet_imports():
         return getattr(importlib.import_module(library), name)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -52,6 +54,7 @@ def test_what_comes_out_is_what_went_in(change: dict[str, Any]) -> None:
     whole = replace(batch(), **change)
     sent = send(whole)
     assert isinstance(sent.content, torch.Tensor) and sent.content.is_shared() and same(receive(sent), whole)
+    assert len(ForkingPickler.dumps((10**9, sent))) + 4 <= select.PIPE_BUF  # a write that is done at once or not at all
     assert receive(send("a fault")) == "a fault" and receive(send(None)) is None
 
 
@@ -98,3 +101,17 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(watched: bool, mo
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+class Gone(Dataset[Any]):
+    """A dataset whose file has gone."""
+
+    def __getitem__(self, number: int) -> Any:
+        raise FileNotFoundError("the file of the dataset")
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_is_no_dead_worker(workers: int) -> None:
+    with pytest.raises(FileNotFoundError, match="of the dataset"):
+        list(items_of(data_loader(Gone(), range(2), workers)))

@@ -259,7 +259,8 @@ def stage_shares(cfg: TrainConfig, family: Any, root: nn.Module) -> tuple[float,
 
     A stage keeps activations of several micro batches at once, of its share of the blocks: GPipe of all m, 1F1B of p - s
     at most on stage s of p; interleaved ones of 2 (p - s - 1) + (v - 1) p + 1 pieces, v a stage. Blocks count alike.
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; zb keeps as many as 1F1B (Qi et al. 2023, arXiv:2401.10241).
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; for interleaved ones the warm-up of torch's
+    ScheduleInterleaved1F1B; zb keeps as many as 1F1B (Qi et al. 2023, arXiv:2401.10241).
     """
     training = cfg.training
     cut, stages, micro = Cut.of(cfg, family.chain(root), root), training.pipeline_stages, training.accumulation
