@@ -159,6 +159,7 @@ def test_one_file_of_all_parts_is_what_diffusers_converts(name: str, tiny: Tiny,
 
 def released() -> list[Any]:
     cases = [(name, size) for name, oracle in ORACLES.items() for size in oracle.released]
+    assert {name for name, _ in cases} == {name for name, oracle in ORACLES.items() if oracle.converter}
     return [pytest.param(name, size, id=f"{name}-{size}") for name, size in cases]
 
 

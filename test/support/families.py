@@ -359,13 +359,13 @@ ORACLES: dict[str, Oracle] = {
         _flux,
         _flux_prompts,
         "convert_flux_transformer_checkpoint_to_diffusers",
-        {"dev": ({"guidance_embeds": True}, 1160), "schnell": ({"guidance_embeds": False}, 1156)},
+        released={"dev": ({"guidance_embeds": True}, 1160), "schnell": ({"guidance_embeds": False}, 1156)},
     ),
     "wan": Oracle(
         _wan,
         _wan_prompts,
         "convert_wan_transformer_to_diffusers",
-        {"t2v-14B": ({}, 1095), "t2v-1.3B": (_SMALL_WAN, 825), "i2v-14B": (_I2V, 1303)},
+        released={"t2v-14B": ({}, 1095), "t2v-1.3B": (_SMALL_WAN, 825), "i2v-14B": (_I2V, 1303)},
     ),
     "qwen_image": Oracle(_qwen, _qwen_prompts),
 }
