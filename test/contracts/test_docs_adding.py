@@ -27,11 +27,12 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (_, code), (_, row), (_, sizes), (_, oracle) = BLOCKS
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, NAME, eval(f"{{{row}}}", vars(registry))[NAME])
-        module = types.ModuleType(f"difftrain.models.{NAME}")
+        module = types.ModuleType(f"difftrain.models.families.{NAME}")
         patch.setitem(sys.modules, module.__name__, module)
         exec(compile(code, "family.md", "exec", dont_inherit=True), module.__dict__)
-        patch.setitem(families.ORACLES, NAME, None)
-        exec(compile(oracle, "family.md", "exec", dont_inherit=True), dict(vars(families)))
+        known = types.ModuleType(f"family_oracles.{NAME}")
+        exec(compile(oracle, "family.md", "exec", dont_inherit=True), known.__dict__)
+        patch.setitem(families.ORACLES, NAME, known.ORACLE)
         file = tmp_path_factory.mktemp(NAME) / "tiny.json"
         file.write_text(sizes)
         flux = config(

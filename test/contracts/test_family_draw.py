@@ -4,99 +4,53 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families import Conditions, Tiny, config, exported, loaded, pipeline_of
+from families import ORACLES, Tiny, config, exported, loaded, pipeline_of
+from oracle import NEGATIVE, PROMPT, Conditions, Drawn
 from PIL import Image
 
-from difftrain.models import passes
 from difftrain.models.registry import FAMILIES, TRAINED
 from difftrain.models.weights.find import shipped_sizes
 from difftrain.sampling.draw import walk
 from difftrain.sampling.edits import SourcePicture
 from difftrain.sampling.samplers import SAMPLERS, is_flow, make_sampler
 
-SIZE, STEPS, PROMPT, NEGATIVE = (64, 96), 3, 'a red cat beside a "sign"', "blurry"
+SIZE, STEPS = (64, 96), 3
 
 
-class Oracle(NamedTuple):
-    """How a pipeline is called: (our conditions, those of the negative or None, scale) -> what it takes beside sizes.
+KINDS = [
+    pytest.param(name, kind, id=f"{name}-{'-'.join(f'{k}={v}' for each in kind.values() for k, v in each.items()) or 'plain'}")
+    for name, oracle in ORACLES.items() if oracle.drawn is not None for kind in oracle.drawn.kinds
+]  # fmt: skip
 
-    pack, unpack: of its latents. guidance: what a distilled model is told.
+
+def called(name: str, skip: int | None = None) -> Drawn:
+    """Say how a pipeline is called. skip: of states of the encoder, which lies in no file: a pipeline counts from its own,
+    and of prompts alone. Negative ones it reads as if nothing were skipped, so ours are given to it.
     """
-
-    options: Callable[[Conditions, Conditions | None, float], dict[str, Any]]
-    pack: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    unpack: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    guidance: float | None = None
-
-
-def _flux(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-    options = {"prompt": PROMPT, "guidance_scale": 3.5, "max_sequence_length": 32}
-    return options if negative is None else options | {"negative_prompt": NEGATIVE, "true_cfg_scale": scale}
-
-
-def _sdxl(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-    return {"prompt": PROMPT, "negative_prompt": NEGATIVE if negative else None, "guidance_scale": scale}
-
-
-def _sd(skip: int | None) -> Callable[[Conditions, Conditions | None, float], dict[str, Any]]:
-    """Tell which state of the encoder is read, which lies in no file: a pipeline counts from its own, and of prompts
-    alone. Negative ones it reads as if nothing were skipped, so ours are given to it.
-    """
+    drawn = ORACLES[name].drawn
+    assert drawn is not None
+    if skip is None:
+        return drawn
 
     def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-        plain = _sdxl(ours, negative, scale)
-        if skip is None:
-            return plain
         without = None if negative is None else negative["hidden_1"]
-        return plain | {"clip_skip": skip, "negative_prompt": None, "negative_prompt_embeds": without}
+        given = {"clip_skip": skip, "negative_prompt": None, "negative_prompt_embeds": without}
+        return drawn.options(ours, negative, scale) | given
 
-    return options
-
-
-def _sd3(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-    """From the conditions on: transformers' T5 tokenizer reads a tiny vocabulary in another way."""
-    given = {"prompt_embeds": ours["tokens"], "pooled_prompt_embeds": ours["pooled"], "guidance_scale": scale}
-    if negative is None:
-        return given
-    return given | {
-        "negative_prompt_embeds": negative["tokens"], "negative_pooled_prompt_embeds": negative["pooled"],
-    }  # fmt: skip
-
-
-ORACLES = {
-    "flux": Oracle(
-        _flux, lambda x: passes.pack(x, 2), lambda x: passes.unpack(x, 2, (SIZE[0] // 16, SIZE[1] // 16)), 3.5
-    ),
-    "sd3": Oracle(_sd3),
-    "sdxl": Oracle(_sdxl),
-    "sd1": Oracle(_sd(None)),
-    "sd2": Oracle(_sd(None)),
-}
-LENGTHS = {"flux": 32}
-# what a family may be made with that decides how pictures are drawn
-KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("flux", {}),
-    ("sd3", {}),
-    ("sd3", {"flow": {"flux_shift": True}}),
-    ("sdxl", {}),
-    ("sd1", {}),
-    ("sd1", {"model": {"clip_skip": 2}}),
-    ("sd2", {"model": {"prediction_type": "v_prediction"}}),
-    ("sd2", {"model": {"prediction_type": "epsilon"}}),
-    ("sdxl", {"model": {"prediction_type": "v_prediction"}, "noise": {"zero_terminal_snr": True}}),
-]
+    return replace(drawn, options=options)
 
 
 def drawn(name: str, sections: dict[str, Any]) -> Tiny:
     """Make a tiny family of a kind."""
-    model = {"t5_max_length": LENGTHS[name]} if name in LENGTHS else {}
+    length = called(name).t5_length
+    model = {} if length is None else {"t5_max_length": length}
     sections = dict(sections)
     return loaded(config(name, sections, **model, **sections.pop("model", {})))
 
@@ -106,9 +60,9 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
     tiny = drawn(name, sections)
     pipeline = pipeline_of(exported(tiny, tmp_path / "folder"), name)
     pipeline.set_progress_bar_config(disable=True)
-    model, oracle = tiny.family.drawer(tiny.parts), ORACLES[name]
+    model, oracle = tiny.family.drawer(tiny.parts), called(name)
     if (skip := tiny.family.cfg.model.clip_skip) is not None:
-        oracle = Oracle(_sd(skip - tiny.family.own_skip))
+        oracle = called(name, skip - tiny.family.own_skip)
         # diffusers 0.42 looks for the norm where transformers before 5.6 had it
         object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     noise = torch.randn((1, *model.latent_shape(SIZE)), generator=torch.Generator().manual_seed(5))
@@ -126,7 +80,7 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
         ours = walk(model, conditions, negative, noise, sampler=walker, steps=STEPS, guidance=scale)
         # a walk without a terminal signal begins at 4096 times the noise, and rounds there
         rounding = torch.finfo(torch.float32).eps * float(getattr(walker, "init_noise_sigma", 1.0))
-        np.testing.assert_allclose(ours, oracle.unpack(theirs), atol=1e-5 * float(ours.abs().max()) + rounding)
+        np.testing.assert_allclose(ours, oracle.unpack(theirs, SIZE), atol=1e-5 * float(ours.abs().max()) + rounding)
     raw = ours / pipeline.vae.config.scaling_factor + (pipeline.vae.config.shift_factor or 0.0)
     with torch.no_grad():
         decoded = pipeline.vae.decode(raw).sample
@@ -190,7 +144,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
     auto = AutoPipelineForImage2Image if kind == "image" else AutoPipelineForInpainting
     pipeline: Any = auto.from_pipe(base)
     pipeline.set_progress_bar_config(disable=True)
-    model, oracle = tiny.family.drawer(tiny.parts), ORACLES[name]
+    model, oracle = tiny.family.drawer(tiny.parts), called(name)
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     strength, steps, scale = {"image": 0.6, "mask": 0.7, "mask_whole": 1.0}[kind], 5, 3.0
     conditions = model.conditions([PROMPT], SIZE, oracle.guidance)
@@ -218,7 +172,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
         guidance=scale,
         edit=edit,
     )
-    theirs = oracle.unpack(theirs) if theirs.ndim == 3 else theirs
+    theirs = oracle.unpack(theirs, SIZE) if theirs.ndim == 3 else theirs
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(ours.abs().max()))
     if kind != "image":
         chosen = edit.mask.expand_as(ours).bool()
@@ -226,7 +180,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
 
 
 def test_every_family_that_trains_is_drawn_here() -> None:
-    assert {name for name, _ in KINDS} == set(ORACLES) == set(TRAINED), "say how its pipeline is called"
+    assert {name for name, oracle in ORACLES.items() if oracle.drawn} == set(TRAINED), "say how its pipeline is called"
 
 
 def test_encoders_that_are_trained_encode_a_prompt_once() -> None:

@@ -23,7 +23,7 @@ def test_the_list_of_those_that_are_not_on_the_kit_is_right() -> None:
 
 
 def test_diffusers_own_forward_is_known_of_every_family() -> None:
-    assert set(ON_KIT) <= set(ORACLES), "say in test/support/families.py how diffusers runs it"
+    assert set(ON_KIT) <= set(ORACLES), "say in test/support/family_oracles/ how diffusers runs it"
 
 
 @pytest.mark.parametrize(

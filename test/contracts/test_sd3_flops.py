@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Bucket
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.flops import flops_per_sample
-from difftrain.models.sd3.family import SD3Family
 from difftrain.models.text.clip_vocabulary import LENGTH
 
 

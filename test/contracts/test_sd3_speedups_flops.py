@@ -18,8 +18,8 @@ from difftrain.config.schema.sections import (
     TreadSection,
 )
 from difftrain.contracts import METRIC, Bucket
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.flops import flops_per_sample
-from difftrain.models.sd3.family import SD3Family
 
 SIZED = {
     "plain": {},

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Bucket
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.flops import unet_step_flops
-from difftrain.models.sdxl import SDXLFamily
 
 UNET = frozenset(["unet"])
 

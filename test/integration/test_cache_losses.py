@@ -23,7 +23,7 @@ from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.pictures import write_folder

@@ -18,7 +18,7 @@ from difftrain import checkpoint
 from difftrain.config import toml
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.contracts import ConfigFault, TrainingFault
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.train.run import run
 
 Start = Callable[..., int]

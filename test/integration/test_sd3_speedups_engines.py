@@ -35,7 +35,7 @@ from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import accelerate_zero, make_engine
 from difftrain.engine.base import BaseEngine
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.spawn import run_ranks
 

@@ -21,7 +21,7 @@ from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.native import NativeEngine
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.spawn import run_ranks
 

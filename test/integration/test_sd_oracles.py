@@ -10,8 +10,8 @@ from families import ORACLES, config, made
 from packages import wheel
 
 from difftrain.models.export import single_file_shapes
-from difftrain.models.sd1 import POSITION_IDS
-from difftrain.models.sd2 import LAYERS
+from difftrain.models.families.sd1 import POSITION_IDS
+from difftrain.models.families.sd2 import LAYERS
 from difftrain.models.weights.folder_export import file_name
 
 ROW = re.compile(r"\s+(\S+): \{shape: \[(.*?)\], dtype: (\w+)")

@@ -12,7 +12,7 @@ from packages import wheel
 from sdxl import config
 
 from difftrain.models.export import single_file_shapes
-from difftrain.models.sdxl import LOGIT_SCALE, POSITION_IDS, SDXLFamily
+from difftrain.models.families.sdxl import LOGIT_SCALE, POSITION_IDS, SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize
 
 ROW = re.compile(r"\s+(\S+): \{shape: \[(.*?)\], dtype: (\w+)(, optional: true)?\}")

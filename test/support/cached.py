@@ -30,7 +30,7 @@ from difftrain.device import choose
 from difftrain.distributed.collective import on_each_machine
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
 
 BOTH = {"latents": True, "text": True}

@@ -13,7 +13,7 @@ from vocabularies import transformers_tokenizer
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Draw, Parts
 from difftrain.data.samples import host_draws
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 
 T5_LENGTH = 16
 PARTS = ("transformer", "vae", "text_encoder_1", "text_encoder_2", "text_encoder_3")

@@ -11,7 +11,7 @@ import torch
 from difftrain.config.schema.sections import ModelSection, TrainConfig, TrainingSection
 from difftrain.contracts import Batch, Bucket, Draw, Parts
 from difftrain.data.samples import host_draws
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 KINDS = ("dinov2", "clip_vision_model", "siglip_vision_model", "vit")

@@ -9,7 +9,7 @@ from vocabularies import transformers_tokenizer
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Parts
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.weights.source import WeightSource
 
 

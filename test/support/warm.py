@@ -391,8 +391,8 @@ def _import() -> None:
     import difftrain.config.parse_keys
     import difftrain.engine.native
     import difftrain.models.export
-    import difftrain.models.sd3.family
-    import difftrain.models.sdxl
+    import difftrain.models.families.sd3.family
+    import difftrain.models.families.sdxl
     import difftrain.train.door
     import difftrain.train.run  # noqa: F401
     from difftrain.models.text.clip_tokens import PAD_1, PAD_2

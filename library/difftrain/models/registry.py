@@ -8,7 +8,7 @@ the standard library, so that configuration, which lies below the models, may re
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,11 +89,22 @@ _FLOW_DEFAULTS: dict[str, Any] = {
     "sample.sampler": "flow_euler",
 }
 
+
+def _flow_row(*, takes: Iterable[str] = (), defaults: Mapping[str, Any] | None = None, **row: Any) -> FamilyRow:
+    """Make the row of a rectified flow over a transformer: what such rows share, and each encoder's own fields."""
+    kinds = row["encoders"]
+    paths = {f"model.{name}{i}" for i in range(1, len(kinds) + 1) for name in ("text_encoder", "tokenizer")}
+    lengths = {"model.t5_max_length"} if {"t5", "umt5"} & set(kinds) else set()
+    shared = {"objective": "flow", "multiple": 16, "layouts": ("safetensors", *_FOLDER_LAYOUTS)}
+    fields = frozenset({*_FLOW_FIELDS, *paths, *lengths, *takes})
+    return FamilyRow(**{**shared, **row}, takes=fields, defaults={**_FLOW_DEFAULTS, **(defaults or {})})
+
+
 FAMILIES: dict[str, FamilyRow] = {
     "sdxl": FamilyRow(
         title="SDXL",
         network="StableDiffusionXL",
-        target="difftrain.models.sdxl:SDXLFamily",
+        target="difftrain.models.families.sdxl:SDXLFamily",
         pipeline="StableDiffusionXLPipeline",
         parts={
             "unet": "diffusers:UNet2DConditionModel",
@@ -115,7 +126,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "sd1": FamilyRow(
         title="Stable Diffusion 1",
         network="StableDiffusion1",
-        target="difftrain.models.sd1:SD1",
+        target="difftrain.models.families.sd1:SD1",
         pipeline="StableDiffusionPipeline",
         told_by=("unet.use_linear_projection", False),
         parts={
@@ -136,7 +147,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "sd2": FamilyRow(
         title="Stable Diffusion 2",
         network="StableDiffusion2",
-        target="difftrain.models.sd2:SD2",
+        target="difftrain.models.families.sd2:SD2",
         pipeline="StableDiffusionPipeline",
         told_by=("unet.use_linear_projection", True),
         parts={
@@ -155,11 +166,11 @@ FAMILIES: dict[str, FamilyRow] = {
         reasons=_ONE_ENCODER,
         defaults={"model.prediction_type": "v_prediction"},
     ),
-    "sd3": FamilyRow(
+    "sd3": _flow_row(
         title="SD3",
         network="StableDiffusion3",
         networks_by_train_type={"sd3_light_pretrain": "StableDiffusion3-Light"},
-        target="difftrain.models.sd3.family:SD3Family",
+        target="difftrain.models.families.sd3.family:SD3Family",
         pipeline="StableDiffusion3Pipeline",
         parts={
             "transformer": "diffusers:SD3Transformer2DModel",
@@ -169,29 +180,25 @@ FAMILIES: dict[str, FamilyRow] = {
             "text_encoder_3": "transformers:T5EncoderModel",
         },
         encoders=("clip_l", "clip_g", "t5"),
-        objective="flow",
-        multiple=16,
         text_features=("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
         sizes=("light", "medium", "tiny", "demo"),
         sizes_multiple={"demo": 8},
-        layouts=("safetensors", *_FOLDER_LAYOUTS),
         trains=("full",),
-        takes=frozenset({
-            *_FLOW_FIELDS, *_ROUTED_FIELDS, "model.train_type", "model.num_layers", "model.text_encoder1", "model.text_encoder2",
-            "model.text_encoder3", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.t5_max_length",
-            "model.t5_attention_mask", "model.enable_uncond_text_dropout", "model.uncond_text_dropout_prob",
-            "loss.text_recon_gamma", "loss.text_recon_target_layer",
-        }),
+        takes=(
+            *_ROUTED_FIELDS, "model.train_type", "model.num_layers", "model.t5_attention_mask",
+            "model.enable_uncond_text_dropout", "model.uncond_text_dropout_prob", "loss.text_recon_gamma",
+            "loss.text_recon_target_layer",
+        ),
         reasons={
             "model.clip_skip": "sd3 reads hidden_states[-2] of CLIP",
             "model.max_token_length": "sd3's CLIP encoders read 77 tokens",
         },
-        defaults={**_FLOW_DEFAULTS, "save.model_as": "diffusers_safetensors"},
+        defaults={"save.model_as": "diffusers_safetensors"},
     ),
-    "flux": FamilyRow(
+    "flux": _flow_row(
         title="Flux.1",
         network="Flux.1",
-        target="difftrain.models.flux:Flux",
+        target="difftrain.models.families.flux:Flux",
         pipeline="FluxPipeline",
         parts={
             "transformer": "diffusers:FluxTransformer2DModel",
@@ -200,27 +207,21 @@ FAMILIES: dict[str, FamilyRow] = {
             "text_encoder_2": "transformers:T5EncoderModel",
         },
         encoders=("clip_l", "t5"),
-        objective="flow",
-        multiple=16,
         text_features=("pooled_1", "hidden_2"),
         sizes=("tiny", "demo"),
         sizes_multiple={"demo": 8},
-        layouts=("safetensors", *_FOLDER_LAYOUTS),
         trains=("full",),
-        takes=frozenset({
-            *_FLOW_FIELDS, "model.text_encoder1", "model.text_encoder2", "model.tokenizer1", "model.tokenizer2",
-            "model.t5_max_length", "model.guidance", "model.train_only",
-        }),
+        takes=("model.guidance", "model.train_only"),
         reasons={
             "model.clip_skip": "flux takes the pooled output of CLIP",
             "model.max_token_length": "flux's CLIP encoder reads 77 tokens",
         },
-        defaults={**_FLOW_DEFAULTS, "model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
+        defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
     ),
-    "wan": FamilyRow(
+    "wan": _flow_row(
         title="Wan 2.1",
         network="Wan2.1",
-        target="difftrain.models.wan:Wan",
+        target="difftrain.models.families.wan:Wan",
         pipeline="WanPipeline",
         parts={
             "transformer": "diffusers:WanTransformer3DModel",
@@ -229,18 +230,14 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         encoders=("umt5",),
         tasks=("text-to-video",),
-        objective="flow",
-        multiple=16,
         text_features=("hidden_1",),
         sizes=("tiny",),
-        layouts=("safetensors", *_FOLDER_LAYOUTS),
-        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1", "model.t5_max_length"}),
-        defaults={**_FLOW_DEFAULTS, "model.t5_max_length": 512},
+        defaults={"model.t5_max_length": 512},
     ),
-    "qwen_image": FamilyRow(
+    "qwen_image": _flow_row(
         title="Qwen-Image",
         network="Qwen-Image",
-        target="difftrain.models.qwen_image:QwenImage",
+        target="difftrain.models.families.qwen_image:QwenImage",
         pipeline="QwenImagePipeline",
         parts={
             "transformer": "diffusers:QwenImageTransformer2DModel",
@@ -248,13 +245,8 @@ FAMILIES: dict[str, FamilyRow] = {
             "text_encoder": "transformers:Qwen2_5_VLForConditionalGeneration",
         },
         encoders=("llm",),
-        objective="flow",
-        multiple=16,
         text_features=("hidden_1",),
         sizes=("tiny",),
-        layouts=("safetensors", *_FOLDER_LAYOUTS),
-        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1"}),
-        defaults=_FLOW_DEFAULTS,
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none

@@ -34,7 +34,7 @@ from difftrain.cache.store.references import mark_complete
 from difftrain.cache.store.segment import SegmentWriter
 from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.data import prepare as preparing
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 
 Change = Callable[[Path], None]
 

@@ -35,7 +35,7 @@ from difftrain.data import samples
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import global_batches, make_plan
 from difftrain.device import choose
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
 
 Change = Callable[[Path], None]

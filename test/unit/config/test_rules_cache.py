@@ -15,9 +15,9 @@ from difftrain.config.rules import data as rules_cache
 from difftrain.config.schema import names
 from difftrain.config.schema.section import CacheDtype
 from difftrain.contracts import ConfigFault
+from difftrain.models.families.sd3.family import SD3Family
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.registry import FAMILIES
-from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.text.encode import outputs_of
 
 LATENTS = [

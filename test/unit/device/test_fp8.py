@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from difftrain.device import fp8
-from difftrain.models import sdxl
+from difftrain.models.families import sdxl
 
 ROOT = Path(__file__).resolve().parents[3]
 

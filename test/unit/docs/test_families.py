@@ -37,7 +37,7 @@ def test_a_row_is_the_registrys(name: str) -> None:
 
 
 def test_the_facts_of_flux_are_its_class() -> None:
-    from difftrain.models.flux import Flux
+    from difftrain.models.families.flux import Flux
 
     for part, kind in FAMILIES["flux"].parts.items():
         assert f"| `{part}` | `{kind.rpartition(':')[2]}` |" in FLUX

@@ -27,8 +27,8 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.native import NativeEngine
 from difftrain.evaluation import quantile_losses
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.routing import KEEP
-from difftrain.models.sd3.family import SD3Family
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.optim.muon import is_matrix
 

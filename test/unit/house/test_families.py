@@ -61,13 +61,13 @@ def mentions(tree: ast.AST) -> Iterator[str]:
 
 def of_family(module: str) -> bool:
     """Tell whether a module is a family's own."""
-    return module.startswith("difftrain.models.") and module.split(".")[2] in NAMES
+    return module.startswith("difftrain.models.families.") and module.split(".")[3] in NAMES
 
 
 def test_the_rule_itself_bites() -> None:
     found = list(mentions(ast.parse(
-        '"""sd3"""\nfrom difftrain.models.sd3 import text\nfrom difftrain.models import flux\nimport difftrain.models.sdxl\n'
-        'a = "sd3"\nb = "SD3 is fine"\nc = wan.load\nd = "difftrain.models.flux:Flux"\nfrom difftrain.models import vision\n'
+        '"""sd3"""\nfrom difftrain.models.families.sd3 import text\nfrom difftrain.models.families import flux\nimport difftrain.models.families.sdxl\n'
+        'a = "sd3"\nb = "SD3 is fine"\nc = wan.load\nd = "difftrain.models.families.flux:Flux"\nfrom difftrain.models import vision\n'
     )))  # fmt: skip
     assert [int(each.split()[1].strip(":")) for each in sorted(found)] == [2, 3, 4, 5, 7, 8]
 
@@ -91,7 +91,7 @@ def test_what_still_names_a_family_is_there() -> None:
 def test_a_row_is_sound(name: str) -> None:
     row = FAMILIES[name]
     module, _, attribute = row.target.partition(":")
-    assert of_family(module) and module.split(".")[2] == name and attribute.isidentifier()
+    assert of_family(module) and module.split(".")[3] == name and attribute.isidentifier()
     assert family_titled(row.title) == name and name not in LATER
     assert all(kind.partition(":")[0] in ("diffusers", "transformers") for kind in row.parts.values())
     assert len(row.encoders) == sum(part.startswith("text_encoder") for part in row.parts)

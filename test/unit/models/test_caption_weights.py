@@ -12,7 +12,7 @@ from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.models.base import unread as unread_of
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize, weigh, weighted_pieces
 from difftrain.models.text.encode import join_chunks
 

@@ -18,7 +18,7 @@ from vocabularies import transformers_tokenizer
 
 from difftrain.cache.manifest.captions import tokenizer_identity
 from difftrain.contracts import ConfigFault
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize, mended
 from difftrain.models.text.clip_vocabulary import BOS, EOS, ClipVocabulary, byte_symbols, learn_merges
 

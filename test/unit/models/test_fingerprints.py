@@ -14,7 +14,7 @@ import torch
 from sdxl import config, loaded
 
 from difftrain.contracts import ConfigFault, Encoder
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 
 PARTS = ("latents", "text_encoder_1", "text_encoder_2")

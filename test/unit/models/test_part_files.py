@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from difftrain.config import ModelSection, TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault
-from difftrain.models.flux import Flux
+from difftrain.models.families.flux import Flux
 from difftrain.models.weights.find import shipped_sizes
 from difftrain.models.weights.keys import KeyMap, vae_rule
 

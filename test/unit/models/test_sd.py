@@ -12,8 +12,8 @@ from families import FAMILIES, Tiny, batch_of, config, exported, loaded, made
 from safetensors.torch import load_file, save_file
 
 from difftrain.contracts import Bucket, ConfigFault, RunFacts
-from difftrain.models.sd1 import POSITION_IDS
-from difftrain.models.sd2 import LAYERS, LOGIT_SCALE, PROJECTION
+from difftrain.models.families.sd1 import POSITION_IDS
+from difftrain.models.families.sd2 import LAYERS, LOGIT_SCALE, PROJECTION
 from difftrain.models.text.encode import encode
 
 SMALL = Bucket(32, 32)

@@ -12,9 +12,9 @@ import torch
 from sd3 import PARTS, config, of_sizes, sizes_of
 
 from difftrain.contracts import ConfigFault
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.placeholder import fill
 from difftrain.models.registry import FAMILIES
-from difftrain.models.sd3.family import SD3Family
 from difftrain.models.weights.find import shipped_sizes
 
 

@@ -14,8 +14,8 @@ from difftrain.cache.build import deferred_parts
 from difftrain.contracts import EVERY, ConfigFault
 from difftrain.device import choose, fp8
 from difftrain.device.attention_modules import JointAttention
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.sd3.family import SD3Family
 from difftrain.models.weights import source
 from difftrain.train.check import check
 from difftrain.train.finalize import parameter_counts

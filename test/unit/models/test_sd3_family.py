@@ -17,7 +17,7 @@ from torch import Tensor
 
 from difftrain.contracts import Batch, Bucket, ConfigFault, Draw, Parts
 from difftrain.data.samples import host_draws
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 
 CAPTIONS = ["a red star", "two small green circles on a white background"]
 DROPS = {"enable_uncond_text_dropout": True}

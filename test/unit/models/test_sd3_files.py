@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from sd3 import FOLDERS, PARTS, batch_of, config, loaded
 
 from difftrain.contracts import ConfigFault, Parts
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.registry import make_family
-from difftrain.models.sd3.family import SD3Family
 from difftrain.models.weights.files import dtypes_of
 from difftrain.sampling import Prompt, draw_pictures
 

@@ -15,9 +15,9 @@ from difftrain.contracts import Inputs
 from difftrain.device import use_attention
 from difftrain.device.choice import choose
 from difftrain.models import passes
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.passes import PassOutputs, PassPlan
 from difftrain.models.root import DenoiserRoot
-from difftrain.models.sd3.family import SD3Family
 
 SIZES: dict[str, Any] = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,

@@ -17,8 +17,8 @@ from sd3 import FOLDERS, PARTS, batch_of, config, loaded, of_sizes, sizes_of
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.models.build import build
-from difftrain.models.sd3.family import LIGHT, SD3Family
-from difftrain.models.sd3.original_layout import CLIP_L_PROJECTION, infer, keys
+from difftrain.models.families.sd3.family import LIGHT, SD3Family
+from difftrain.models.families.sd3.original_layout import CLIP_L_PROJECTION, infer, keys
 from difftrain.models.weights.detect import family_of_file
 from difftrain.models.weights.files import dtypes_of
 from difftrain.models.weights.keys import KeyMap, table_rule

@@ -20,10 +20,10 @@ from difftrain.config.schema.sections import (
 from difftrain.contracts import EVERY
 from difftrain.device import choose
 from difftrain.models import passes, repa, routing
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.passes import PassOutputs, PassPlan
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import BlockSpan, Kept
-from difftrain.models.sd3.family import SD3Family
 
 SIZES: dict[str, Any] = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,

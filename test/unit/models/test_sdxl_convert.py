@@ -7,7 +7,7 @@ import torch
 from sdxl import config
 
 from difftrain.models.export import key_map
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.weights.keys import KeyMap, KeyPiece
 
 PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")

@@ -16,8 +16,8 @@ from sdxl import config, loaded, sizes
 from difftrain.cache.build import deferred_parts
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
 from difftrain.sampling.draw import draw_pictures

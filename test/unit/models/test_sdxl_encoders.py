@@ -9,7 +9,7 @@ import torch
 from sdxl import batch_of, config, loaded
 
 from difftrain.contracts import PIXELS, Batch, Parts
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 
 CAPTIONS = ["a red star", "two (small:1.4) green circles", "(nothing:0.5) at all"]
 KEYS = (b"a" * 16, b"b" * 16, b"c" * 16)

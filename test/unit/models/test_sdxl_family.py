@@ -11,8 +11,8 @@ import torch
 from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import Batch, ConfigFault, Parts
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.placeholder import DTYPES
-from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.text.encode import join_chunks
 from difftrain.sampling import Prompt, draw_pictures
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from sdxl import config, loaded, pipeline_over, sizes
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 
 LAYOUTS = ("safetensors", "ckpt", "diffusers", "diffusers_safetensors")
 

@@ -10,7 +10,7 @@ from sdxl import config
 
 from difftrain import __version__
 from difftrain.contracts import ConfigFault, RunFacts
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 
 FACTS = RunFacts(
     step=12, epoch=2, total_steps=12, num_epochs=2, global_batch=4, started_at=1000.5, session_id="42",

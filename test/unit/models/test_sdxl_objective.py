@@ -13,7 +13,7 @@ from difftrain.contracts import Batch, Bucket, Draw, DrawSpec, Inputs, Parts
 from difftrain.data.samples import host_draws
 from difftrain.diffusion import ddpm, losses
 from difftrain.evaluation.losses import value_at
-from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.sampling.samplers import SAMPLERS, make_sampler
 
 CAPTIONS = ["a red star", "two green circles", "a blue square", "nothing"]

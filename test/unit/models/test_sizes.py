@@ -15,8 +15,8 @@ from transformers import CLIPTextConfig, T5Config
 
 from difftrain.contracts import ConfigFault
 from difftrain.models.build import BY_CLASS, CLIP, T5, VAE, decisive
+from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.registry import FAMILIES
-from difftrain.models.sd3.family import SD3Family
 
 LIBRARY = Path(__file__).parents[3] / "library"
 

@@ -12,7 +12,7 @@ from sd3_speedups import batch_of, config, vision_folder
 from difftrain.config.schema.objective import LossSection, PatchMaskingSection, RepaSection, TreadSection
 from difftrain.config.schema.sections import ModelSection
 from difftrain.contracts import Bucket
-from difftrain.models.sd3.family import SD3Family
+from difftrain.models.families.sd3.family import SD3Family
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -18,10 +18,10 @@ import torch
 from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
 from difftrain.models.base import snippet_head
 from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
+from difftrain.models.families.sd3 import original_layout
+from difftrain.models.families.sd3.text_branch import BranchSource, folded
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
-from difftrain.models.sd3 import original_layout
-from difftrain.models.sd3.text_branch import BranchSource, folded
 from difftrain.models.text.tokenize import Tokenize
 from difftrain.models.weights.files import read_json
 from difftrain.models.weights.find import parts_elsewhere, shipped_sizes, source_of

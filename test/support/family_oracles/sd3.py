@@ -1,0 +1,41 @@
+"""SD3: SD3Transformer2DModel, StableDiffusion3Pipeline and its single files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from oracle import Conditions, Drawn, Oracle, ldm, ldm_clip, of_prefix
+
+
+def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:
+    return net(
+        hidden_states=x,
+        encoder_hidden_states=told["tokens"],
+        pooled_projections=told["pooled"],
+        timestep=t,
+        return_dict=False,
+    )[0]
+
+
+def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
+    """From the conditions on: transformers' T5 tokenizer reads a tiny vocabulary in another way."""
+    given = {"prompt_embeds": ours["tokens"], "pooled_prompt_embeds": ours["pooled"], "guidance_scale": scale}
+    if negative is None:
+        return given
+    return given | {
+        "negative_prompt_embeds": negative["tokens"], "negative_pooled_prompt_embeds": negative["pooled"],
+    }  # fmt: skip
+
+
+ORACLE = Oracle(
+    forward,
+    whole={
+        "transformer": of_prefix("convert_sd3_transformer_checkpoint_to_diffusers"),
+        "vae": ldm("convert_ldm_vae_checkpoint"),
+        "text_encoder_1": ldm_clip,
+        "text_encoder_2": ldm_clip,
+        "text_encoder_3": of_prefix("convert_sd3_t5_checkpoint_to_diffusers"),
+    },
+    drawn=Drawn(options, kinds=({}, {"flow": {"flux_shift": True}})),
+)

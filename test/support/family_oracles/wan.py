@@ -1,0 +1,27 @@
+"""Wan 2.1: WanTransformer3DModel, WanPipeline and the original layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from oracle import Conditions, Oracle
+
+
+def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:
+    return net(hidden_states=x, timestep=t, encoder_hidden_states=told["tokens"], return_dict=False)[0]
+
+
+def prompts(pipe: Any, captions: list[str], length: int) -> Conditions:
+    return {"tokens": pipe.encode_prompt(captions, None, False, max_sequence_length=length, device="cpu")[0]}
+
+
+# Wan 2.1's 14 B are diffusers' defaults
+I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+ORACLE = Oracle(
+    forward,
+    prompts,
+    "convert_wan_transformer_to_diffusers",
+    released={"t2v-14B": ({}, 1095), "t2v-1.3B": (SMALL, 825), "i2v-14B": (I2V, 1303)},
+)

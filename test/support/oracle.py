@@ -1,0 +1,96 @@
+"""What the tests know of a family beside its own facts: how diffusers runs it. A file a family lies in family_oracles/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from difftrain.models.weights.folder_export import is_second_name
+
+Conditions = dict[str, torch.Tensor]
+PROMPT, NEGATIVE = 'a red cat beside a "sign"', "blurry"  # of drawn pictures
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How a pipeline is called: options(our conditions, those of the negative or None, scale) -> what it takes beside sizes.
+
+    pack, unpack: of its latents of so many pixels, (x, (height, width)). guidance: what a distilled model is told.
+    t5_length: tokens that T5 keeps. kinds: what it may be made with, as sections, that decides how pictures are drawn.
+    """
+
+    options: Callable[[Conditions, Conditions | None, float], dict[str, Any]]
+    pack: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    unpack: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor] = lambda x, size_hw: x
+    guidance: float | None = None
+    t5_length: int | None = None
+    kinds: tuple[Mapping[str, Any], ...] = ({},)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """How diffusers runs a family's denoiser, by its own forward, and what its pipeline makes of captions.
+
+    forward: (net, x_t, t, conditions, guidance) -> velocity as x_t. prompts: (pipeline, captions, length) -> conditions,
+    under our names; None where a tiny vocabulary cannot agree. converter: of diffusers.loaders.single_file_utils, from
+    the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
+    them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
+    that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
+    """
+
+    forward: Callable[..., torch.Tensor]
+    prompts: Callable[[Any, list[str], int], Conditions] | None = None
+    converter: str = ""
+    whole: Mapping[str, Callable[[Conditions, Any, str], Conditions]] = field(default_factory=dict)
+    sizes: Callable[[Any, Conditions], Conditions] | None = None
+    released: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
+    drawn: Drawn | None = None
+
+
+# ------------------------------------------------------------------ whole files, by diffusers' converters
+
+
+def ldm(converter: str) -> Callable[[Conditions, Any, str], Conditions]:
+    def convert(stored: Conditions, module: Any, prefix: str) -> Conditions:
+        from diffusers.loaders import single_file_utils
+
+        return getattr(single_file_utils, converter)(dict(stored), dict(module.config))
+
+    return convert
+
+
+def _kind(module: Any) -> str:
+    return f"{type(module).__module__.partition('.')[0]}:{type(module).__name__}"
+
+
+def of_prefix(converter: str) -> Callable[[Conditions, Any, str], Conditions]:
+    def convert(stored: Conditions, module: Any, prefix: str) -> Conditions:
+        from diffusers.loaders import single_file_utils
+
+        inside = {key: value for key, value in stored.items() if key.startswith(prefix)}
+        made = getattr(single_file_utils, converter)(inside)
+        return {key: value for key, value in made.items() if not is_second_name(_kind(module), key)}
+
+    return convert
+
+
+def ldm_clip(stored: Conditions, module: Any, prefix: str) -> Conditions:
+    from diffusers.loaders.single_file_utils import convert_ldm_clip_checkpoint
+
+    return convert_ldm_clip_checkpoint(dict(stored), remove_prefix=prefix)
+
+
+def open_clip(stored: Conditions, module: Any, prefix: str) -> Conditions:
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    return convert_open_clip_checkpoint(module, dict(stored), prefix=prefix)
+
+
+def open_clip_of_24(stored: Conditions, module: Any, prefix: str) -> Conditions:
+    """Leave out the layer that nothing reads, as diffusers does of the release by its number, 23."""
+    unread = f"{prefix}transformer.resblocks.{module.config.num_hidden_layers}."
+    assert any(key.startswith(unread) for key in stored)
+    return open_clip({key: value for key, value in stored.items() if not key.startswith(unread)}, module, prefix)
