@@ -7,33 +7,57 @@ from pathlib import Path
 
 import pytest
 
+from difftrain.config.render import model_pages
+from difftrain.config.render.docs import PAGES
+from difftrain.config.render.model_pages import CHINESE, ENGLISH, RELEASES, Language, pages_of, releases_of
 from difftrain.config.schema.families import takes
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.models.registry import FAMILIES
+from difftrain.models.registry import FAMILIES, TRAINED
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCS = ROOT / "docs" / "models"
-LIST = (DOCS / "README.md").read_text(encoding="utf-8")
-FLUX = (DOCS / "flux.md").read_text(encoding="utf-8")
-ROWS = {
-    cells[0].strip("`"): cells[1:]
-    for line in LIST.splitlines()
-    if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 7 and cells[0].startswith("`")
-}
-HEAD = "[model] type"
+DOCS = ROOT / "docs"
+FLUX = (DOCS / "models" / "flux.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
-def test_the_table_has_every_family() -> None:
-    assert [name for name in ROWS if name != HEAD] == list(FAMILIES)
+def linked(index: Path) -> set[Path]:
+    return {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_row_is_the_registrys(name: str) -> None:
-    row, (title, tasks, multiple, sizes, trains, _) = FAMILIES[name], ROWS[name]
-    assert (title, tasks, int(multiple)) == (row.title, ", ".join(row.tasks), row.multiple)
-    assert re.findall(r"`(\w+)`", sizes) == list(row.sizes)
-    assert trains == (", ".join(row.trains) or "not yet")
-    assert f"difftrain init {name} --size=" in LIST
+@pytest.mark.parametrize(("key", "language"), [("models", ENGLISH), ("models_zh", CHINESE)], ids=["english", "chinese"])
+def test_the_committed_page_is_what_is_rendered(key: str, language: Language) -> None:
+    page = (DOCS / language.page).read_text(encoding="utf-8")
+    assert page == PAGES[key](), f"python -m difftrain.config.render.docs {key} > docs/{language.page}"
+    assert all(f"| `{name}` | {row.title} |" in page for name, row in FAMILIES.items())
+
+
+def test_a_family_without_figures_has_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pages, "RELEASES", tmp_path)
+    page = PAGES["models"]()
+    assert all(page.count(f"| `{name}` |") == 3 for name in FAMILIES)
+    assert page.count("not counted") == 5 * len(FAMILIES)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_family_that_trains_has_a_recipe_and_a_page(name: str) -> None:
+    assert (ROOT / "configs" / name / "tiny.toml").is_file()
+    pages = pages_of(name)
+    assert pages and all((DOCS / page).is_file() for page in pages)
+
+
+def test_every_page_of_a_model_is_some_familys() -> None:
+    pages = {f"models/{page.name}" for page in (DOCS / "models").glob("*.md")} - {ENGLISH.page}
+    assert pages == {page for name in FAMILIES for page in pages_of(name) if page.startswith("models/")}
+
+
+def test_files_of_releases_are_of_families() -> None:
+    for file in RELEASES.glob("*.json"):
+        content = releases_of(file.stem)
+        assert file.stem in FAMILIES and set(content) <= {"pages", "releases", "compared"} and content["releases"]
+        for release in content["releases"].values():
+            known = {"title", "licence", "size_hw", "frames", "size", "sizes", "counted"}
+            assert set(release) <= known and ("size" in release) != ("sizes" in release) and release["title"]
+            assert all(side % FAMILIES[file.stem].multiple == 0 for side in release["size_hw"])
 
 
 def test_the_facts_of_flux_are_its_class() -> None:

@@ -1,21 +1,25 @@
-"""Write docs/flags.md, docs/train_toml.md and docs/text_to_image.md from the tables.
+"""Write docs/flags.md, docs/train_toml.md, docs/text_to_image.md and the pages of model families from the tables.
 
 What stands above these is in the .md files beside this one.
 
 python -m difftrain.config.render.docs flags > docs/flags.md
 python -m difftrain.config.render.docs keys > docs/train_toml.md
 python -m difftrain.config.render.docs text_to_image > docs/text_to_image.md
+python -m difftrain.config.render.docs models > docs/models/README.md
+python -m difftrain.config.render.docs models_zh > docs/zh/models.md
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from difftrain.config.derive import DOOR_DEFAULTS
 from difftrain.config.render.help import default_text, form, option_form
 from difftrain.config.render.keys import every_table, lines, nearest, not_built, says
+from difftrain.config.render.model_pages import CHINESE, ENGLISH, page_in
 from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.spellings import text_to_image
 from difftrain.config.spellings.flags import KOHYA, OURS
@@ -183,5 +187,13 @@ def _lines(sentences: list[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
 
 
+PAGES: dict[str, Callable[[], str]] = {
+    "flags": flags_page,
+    "keys": keys_page,
+    "text_to_image": text_to_image_page,
+    "models": partial(page_in, ENGLISH),
+    "models_zh": partial(page_in, CHINESE),
+}
+
 if __name__ == "__main__":
-    print({"flags": flags_page, "keys": keys_page, "text_to_image": text_to_image_page}[sys.argv[1]](), end="")
+    print(PAGES[sys.argv[1]](), end="")

@@ -1,0 +1,67 @@
+"""Figures of releases: a family that trains has them, and they are what its sizes give when they are counted again."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from families import FAMILIES, ORACLES
+
+from difftrain.config.render.model_pages import releases_of
+from difftrain.models.build import build
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTED_AGAIN = (("sd1", "1.5"),)  # all that is counted; of larger ones it takes ten seconds and more
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """Load benchmarks/releases.py."""
+    spec = importlib.util.spec_from_file_location("releases", ROOT / "benchmarks" / "releases.py")
+    assert spec and spec.loader
+    module, before = importlib.util.module_from_spec(spec), list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def test_a_family_that_trains_has_figures(name: str) -> None:
+    if not FAMILIES[name].trains:
+        pytest.skip("it does not train")
+    releases = releases_of(name).get("releases", {})
+    assert releases, f"say what was released in models/releases/{name}.json, as its neighbours do"
+    lacking = [key for key, release in releases.items() if "counted" not in release]
+    assert not lacking, f"python benchmarks/releases.py {name}"
+
+
+def test_what_was_compared_is_what_its_oracle_compares(name: str, script: ModuleType) -> None:
+    content = releases_of(name)
+    if "compared" not in content:
+        pytest.skip("nothing is counted of it")
+    assert content["compared"] == script.compared(name), f"python benchmarks/releases.py {name}"
+
+
+def test_parameters_are_those_of_the_denoiser(name: str, script: ModuleType) -> None:
+    row, oracle = FAMILIES[name], ORACLES[name]
+    for key, release in releases_of(name).get("releases", {}).items():
+        sizes = script.sizes_of(name, release)[row.denoiser]
+        net = build(row.parts[row.denoiser], row.denoiser, sizes)
+        if "counted" in release:
+            assert sum(weight.numel() for weight in net.parameters()) == release["counted"]["parameters"], key
+        if key in oracle.released:
+            theirs = build(row.parts[row.denoiser], row.denoiser, oracle.released[key][0])
+            shapes = [{name: value.shape for name, value in each.named_parameters()} for each in (net, theirs)]
+            assert shapes[0] == shapes[1], key
+
+
+@pytest.mark.parametrize(("family", "key"), COUNTED_AGAIN)
+def test_figures_are_counted_again(family: str, key: str, script: ModuleType, tmp_path: Path) -> None:
+    release = releases_of(family)["releases"][key]
+    found, written = script.counted(family, release, tmp_path), release["counted"]
+    assert {name: found[name] for name in ("parameters", "flops")} == {
+        name: written[name] for name in ("parameters", "flops")
+    }
+    assert found["standing"] == written["standing"] and found["step"] == pytest.approx(written["step"], rel=0.02)
