@@ -1,13 +1,15 @@
 """Break a run in a random way at a random moment, let it go on, and compare its end with that of an unbroken run, bit by bit.
 
-    python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...]
+    python test/drills/failures.py --rounds=50 --minutes=30 [--seed=0] [--state=FILE] [--only=EVENT,...] [--cold_every=10]
 
 A round takes one topology (one process; DDP, FSDP, accelerate, DeepSpeed or two stages of a pipeline on two), one event
 (a rank, the launcher or a loader process is killed, all get SIGTERM, a rank is stopped, the machine is announced to go
 away) and one moment (while it starts, caches, trains, saves a checkpoint, exports), on two processes also with torchrun's
 own restarts, and in every second round a thread writes the checkpoints (--save_async). Weights, averages and losses must
-be those of the unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Prints
-a line a round, and sums; exits with 1 at the first difference, or where something hangs.
+be those of the unbroken run of the same topology. With --state a count is kept, and the next call goes on from it. Every
+tenth round starts fresh interpreters; the processes of the others are forked from one that has imported torch, which
+takes a fourth of the time (test/support/warm.py). Prints a line a round, and sums; exits with 1 at the first difference,
+or where something hangs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,14 +36,15 @@ from safetensors.torch import load_file
 sys.path[:0] = [
     str(Path(__file__).resolve().parents[levels] / name) for levels, name in ((0, ""), (1, "support"), (2, "library"))
 ]
+import warm  # noqa: E402
 from doors import DOOR, Door, family_of, losses, write_pictures  # noqa: E402
 from random_kills import MOST_STARTS, power_cut  # noqa: E402
 
 STEPS = 24
 PATIENCE_S = 300.0  # no start takes as long, whatever happens to it
 TIMEOUT_MIN = 1  # of ranks that wait for one another
-# torchrun shows a traceback of its own where a rank has failed
-OF_TORCHRUN = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
+# torchrun shows a traceback of its own where a rank has failed, or it was told to end
+OF_TORCHRUN = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+torch\.distributed\.elastic\.")
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,13 @@ class Start:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that one has started itself."""
+    """Return the processes that one has started itself, or has had forked for it."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        forks = [child for child in children if Path(f"/proc/{child}/comm").read_text().strip() == warm.HOST]
     except OSError:
         return []
+    return [each for child in children for each in (children_of(child) if child in forks else [child])]
 
 
 def send(pids: list[int], number: int) -> bool:
@@ -261,7 +267,7 @@ def one_round(
         text = ended(start)
         if start.process.returncode == 0:
             return starts, happened, text
-        ours = text.replace(OF_TORCHRUN, "")
+        ours = OF_TORCHRUN.sub("", text)
         assert "Traceback" not in ours or event.startswith(("kill", "freeze", "cut")), text[-6000:]
     raise AssertionError(f"no end after {MOST_STARTS} starts:\n{text[-6000:]}")
 
@@ -295,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, help="JSON file of the rounds that are done")
     parser.add_argument("--only", default="", help="events, separated by commas")
+    parser.add_argument("--cold_every", type=int, default=10, help="which rounds start fresh interpreters; 1: all")
     wanted = parser.parse_args(argv)
     only = [name for name in wanted.only.split(",") if name]
     end = time.monotonic() + 60 * wanted.minutes
@@ -310,13 +317,15 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() > end:
                 break
             topology, event, moment, chance = drawn_round(number, wanted.seed, only)
+            cold = number % wanted.cold_every == 0
+            Door.popen = staticmethod(subprocess.Popen if cold else warm.popen)
             if topology.name not in unbroken:
                 (root / topology.name).mkdir()
                 straight = begin(door, topology, root / topology.name)
                 text = ended(straight)
                 assert straight.process.returncode == 0, text
                 unbroken[topology.name] = straight.out
-            head = f"round {number}: {topology.name}, {event} at {moment}"
+            head = f"round {number}: {topology.name}, {event} at {moment}{', cold' if cold else ''}"
             try:
                 starts, happened, text = one_round(door, root / f"round{number}", topology, event, moment, chance)
             except AssertionError as failure:
