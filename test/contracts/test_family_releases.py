@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from families import FAMILIES, ORACLES
 
-from difftrain.config.render.model_pages import releases_of
+from difftrain.config.render.model_pages import ENGLISH, pages_of, releases_of
 from difftrain.models.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,19 @@ def test_a_family_that_trains_has_figures(name: str) -> None:
     assert releases, f"say what was released in models/releases/{name}.json, as its neighbours do"
     lacking = [key for key, release in releases.items() if "counted" not in release]
     assert not lacking, f"python benchmarks/releases.py {name}"
+
+
+def test_a_family_that_trains_has_a_recipe_and_a_page(name: str) -> None:
+    if not FAMILIES[name].trains:
+        pytest.skip("it does not train")
+    assert (ROOT / "configs" / name / "tiny.toml").is_file()
+    pages = pages_of(name)
+    assert pages and all((ROOT / "docs" / page).is_file() for page in pages), f"docs/models/{name}.md"
+
+
+def test_every_page_of_a_model_is_some_familys() -> None:
+    pages = {f"models/{page.name}" for page in (ROOT / "docs" / "models").glob("*.md")} - {ENGLISH.page}
+    assert pages == {page for name in FAMILIES for page in pages_of(name) if page.startswith("models/")}
 
 
 def test_what_was_compared_is_what_its_oracle_compares(name: str, script: ModuleType) -> None:

@@ -11,7 +11,7 @@ from difftrain.config.schema.training import TrainingSection
 from difftrain.contracts import Bucket
 from difftrain.device.step_memory import AcceleratorMaths, CountMemory
 from difftrain.models.flops import blank_inputs
-from difftrain.models.registry import make_family
+from difftrain.models.registry import TRAINED, make_family
 from difftrain.models.step_memory import step_peak
 
 BUCKET, BATCH = Bucket(128, 128), 4
@@ -45,7 +45,7 @@ def saved_and_peak(family) -> tuple[int, int, int]:
     return saved, memory.peak, sum(p.grad.nbytes for p in root.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_pass_without_content_takes_what_the_real_one_takes(name: str) -> None:
     family = family_of(name)
     saved, peak, gradients = saved_and_peak(family)
