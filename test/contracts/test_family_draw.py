@@ -58,7 +58,7 @@ def drawn(name: str, sections: dict[str, Any]) -> Tiny:
 @pytest.mark.parametrize(("name", "sections"), KINDS)
 def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dict[str, Any], tmp_path: Path) -> None:
     tiny = drawn(name, sections)
-    pipeline = pipeline_of(exported(tiny, tmp_path / "folder"), name)
+    pipeline = called(name).mended(pipeline_of(exported(tiny, tmp_path / "folder"), name))
     pipeline.set_progress_bar_config(disable=True)
     model, oracle = tiny.family.drawer(tiny.parts), called(name)
     if (skip := tiny.family.cfg.model.clip_skip) is not None:
@@ -81,9 +81,8 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
         # a walk without a terminal signal begins at 4096 times the noise, and rounds there
         rounding = torch.finfo(torch.float32).eps * float(getattr(walker, "init_noise_sigma", 1.0))
         np.testing.assert_allclose(ours, oracle.unpack(theirs, SIZE), atol=1e-5 * float(ours.abs().max()) + rounding)
-    raw = ours / pipeline.vae.config.scaling_factor + (pipeline.vae.config.shift_factor or 0.0)
     with torch.no_grad():
-        decoded = pipeline.vae.decode(raw).sample
+        decoded = pipeline.vae.decode(oracle.raw(ours, pipeline.vae.config)).sample
     np.testing.assert_allclose(model.decode(ours), (decoded / 2 + 0.5).clamp(0, 1), atol=1e-5)
 
 
@@ -137,14 +136,13 @@ def four_channels(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["image", "mask", "mask_whole"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_path: Path) -> None:
-    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
+    import diffusers
 
-    tiny = drawn(name, four_channels(name, tmp_path))
+    tiny, oracle = drawn(name, four_channels(name, tmp_path)), called(name)
     base = pipeline_of(exported(tiny, tmp_path / "folder"), name)
-    auto = AutoPipelineForImage2Image if kind == "image" else AutoPipelineForInpainting
-    pipeline: Any = auto.from_pipe(base)
+    pipeline = oracle.mended(getattr(diffusers, oracle.edits[kind != "image"]).from_pipe(base))
     pipeline.set_progress_bar_config(disable=True)
-    model, oracle = tiny.family.drawer(tiny.parts), called(name)
+    model = tiny.family.drawer(tiny.parts)
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     strength, steps, scale = {"image": 0.6, "mask": 0.7, "mask_whole": 1.0}[kind], 5, 3.0
     conditions = model.conditions([PROMPT], SIZE, oracle.guidance)

@@ -208,6 +208,10 @@ _QWEN = {
         "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
+_QWEN3 = {
+    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
 # class -> sizes, and a name that every reader of its files knows
 ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "CLIPTextModel": (_CLIP, "text_model.encoder.layers.0.mlp.fc1.weight"),
@@ -215,6 +219,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "T5EncoderModel": (_T5, "shared.weight"),
     "UMT5EncoderModel": (_T5, "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"),
     "Qwen2_5_VLForConditionalGeneration": (_QWEN, "model.layers.0.self_attn.q_proj.weight"),
+    "Qwen3Model": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
 }
 
 

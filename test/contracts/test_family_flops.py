@@ -46,7 +46,7 @@ def test_the_tiny_size(name: str, tiny: Tiny) -> None:
 def test_a_deeper_model_at_an_odd_size(name: str, tiny: Tiny, tmp_path: Path) -> None:
     needs_blocks(tiny)
     content, part = sizes_of(name), FAMILIES[name].denoiser
-    depths = [key for key in content[part] if re.fullmatch(r"num_(\w+_)?layers", key)]
+    depths = [key for key in content[part] if re.fullmatch(r"(num|n)_(\w+_)?layers", key)]
     assert depths, "which of its sizes count blocks?"
     content[part] |= {key: 4 + place for place, key in enumerate(depths)}
     family = from_file(name, tmp_path, content)

@@ -55,6 +55,8 @@ def inside(made: Stepped, wanted: Callable[[nn.Module], object]) -> tuple[str, A
 @contextlib.contextmanager
 def other_gelu(made: Stepped) -> Iterator[str]:
     """One feed-forward layer has the other of the two GELUs."""
+    if not any(type(each).__name__ in ("GELU", "GEGLU") for each in block(made)[1].modules()):
+        pytest.skip("its feed-forward layers have none")
     name, module = inside(made, lambda each: type(each).__name__ in ("GELU", "GEGLU"))
 
     def gated(x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,7 @@ def test_a_fault_in_a_frozen_text_encoder_is_found_inside_it(steady: tuple[Stepp
         (f"{part}.{name}", module)
         for part in encoders
         for name, module in made.parts.frozen[part].named_modules()
-        if "LayerNorm" in type(module).__name__
+        if "Norm" in type(module).__name__ and f"{part}.{name}" in called
     )
     hook = norm.register_forward_hook(lambda _, __, output: output * 1.5)
     try:

@@ -13,6 +13,7 @@ from doors import Door, write_pictures
 from sd3_speedups import vision_folder
 
 from difftrain.demo.model import write_tiny
+from difftrain.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -31,6 +32,9 @@ STAND_INS = {
     "sd3_light": "sd3",
     "sd3": "sd3",
     "flux": "flux",
+    "qwen_image": "qwen_image",
+    "chroma": "chroma",
+    "z_image": "z_image",
 }  # folder of recipes -> the family whose tiny model stands in
 
 
@@ -65,7 +69,7 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
         words = [
             *data,
             *COMMON,
-            *(LIGHT if folder == "sd3_light" else LIGHT[:1]),
+            *(LIGHT if folder == "sd3_light" else LIGHT[:1] if "t5" in FAMILIES[STAND_INS[folder]].encoders else ()),
             f"--model.diffusers_path={place / STAND_INS[folder]}",
             f"--data.cache_dir={place / 'cache'}",
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import counted
 import pytest
+import torch
 
 from difftrain.models.registry import TRAINED
 
@@ -17,3 +18,10 @@ def test_a_step(name: str, update_golden: bool) -> None:
 def test_no_step_waits_or_falls_back(name: str) -> None:
     figures = counted.on_npu(name)
     assert figures["host_waits"] == figures["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_no_step_has_fp64_or_complex_numbers(name: str) -> None:
+    seen = counted.dtypes_on_npu(name)
+    assert torch.float32 in seen
+    assert not {each for each in seen if each == torch.float64 or each.is_complex}

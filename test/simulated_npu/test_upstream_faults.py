@@ -6,7 +6,9 @@ test_fsdp2.py.
 
 import os
 
+import counted
 import pytest
+import rotary_forms
 import simulator
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 def test_every_row_is_here_or_named_elsewhere():
     here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
+    here |= {"complex_rotary_of_text_and_image", "complex_rotary_of_one_stream"}
     elsewhere = {"native_npu"}  # test_attention.py
     assert {row.name for row in patches.PATCHES} == here | elsewhere
 
@@ -77,6 +80,24 @@ def test_rotary_embeddings_of_diffusers_are_not_fused():
         ours = embeddings.apply_rotary_emb(x, tables)
     assert ran["npu::npu_rotary_mul"] == 1
     torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", rotary_forms.FORMS)
+def test_complex_tables_of_diffusers_are_complex_on_the_device_too_and_real_ones_are_fused(name):
+    form = rotary_forms.FORMS[name]
+    x, freqs = drawn(2, 5, 3, 16), rotary_forms.complex_tables(2, 5, 16)[form.where]
+    tables = tuple(each.to(NPU) for each in fused_layers.real_tables(freqs))
+    with patches.without(form.patch):
+        with pytest.raises((AttributeError, TypeError)):
+            form.rotate(x.to(NPU), tables)
+        with counted.DtypeCount("npu") as seen:
+            theirs = form.rotate(x.to(NPU), freqs.to(NPU)).cpu()
+    assert torch.complex64 in seen.dtypes
+    patches.apply("diffusers")
+    with counted.DtypeCount("npu") as seen, simulator.counting() as ran:
+        ours = form.rotate(x.to(NPU), tables).cpu()
+    assert seen.dtypes == {torch.float32} and ran["npu::npu_rotary_mul"] == form.calls
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------ AdamW

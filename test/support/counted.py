@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def compiled(name: str) -> Figures:
     return figures
 
 
+@cache
 def on_npu(name: str) -> Figures:
     """Count a step that is not the first on the simulated device: what is launched there, and what the host waits for."""
     import simulator
@@ -157,6 +159,30 @@ def on_npu(name: str) -> Figures:
         "fallbacks": sum(simulator.fallbacks(counted).values()),
         "allocations": torch.npu.memory_stats()["allocation.all.allocated"] - before,
     }
+
+
+class DtypeCount(TorchDispatchMode):
+    """Note the dtypes of what operators of a device take and make."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.dtypes = device, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operator and run it."""
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs or {}, out)) if isinstance(each, torch.Tensor)]
+        self.dtypes |= {each.dtype for each in tensors if each.device.type == self.device}
+        return out
+
+
+def dtypes_on_npu(name: str) -> set[torch.dtype]:
+    """Return the dtypes of the first two steps on the simulated device: tables are made in the first."""
+    run = TinyStep(name, "npu")
+    with DtypeCount("npu") as seen:
+        for seed in range(2):
+            run.step(run.batch(seed))
+    return seen.dtypes
 
 
 # --- the committed figures

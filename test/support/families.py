@@ -76,6 +76,8 @@ def config(name: str, sections: Mapping[str, Any] | None = None, **model: Any) -
         model = {"init_from_config": "tiny"} | model
     if "model.t5_max_length" in FAMILIES[name].takes:
         model = {"t5_max_length": T5_LENGTH} | model
+    if name in ORACLES and (length := ORACLES[name].text_length) is not None:
+        model = {"llm_max_length": length} | model
     base = {"training": {"seed": 1}, "optimizer": {"learning_rate": 1e-3}}
     given = {"model": {"family": name} | model, **base}
     for section, table in (sections or {}).items():

@@ -18,15 +18,21 @@ PROMPT, NEGATIVE = 'a red cat beside a "sign"', "blurry"  # of drawn pictures
 class Drawn:
     """How a pipeline is called: options(our conditions, those of the negative or None, scale) -> what it takes beside sizes.
 
-    pack, unpack: of its latents of so many pixels, (x, (height, width)). guidance: what a distilled model is told.
-    t5_length: tokens that T5 keeps. kinds: what it may be made with, as sections, that decides how pictures are drawn.
+    pack, unpack: of its latents of so many pixels, (x, (height, width)). raw: what its pipeline gives the VAE to decode,
+    (latents, the VAE's configuration). guidance: what a distilled model is told. t5_length: tokens that T5 keeps. edits: classes
+    that begin at a picture, without a mask and with one, where diffusers does not know them by the family's. mended: puts
+    right what is wrong in a pipeline.
+    kinds: what it may be made with, as sections, that decides how pictures are drawn.
     """
 
     options: Callable[[Conditions, Conditions | None, float], dict[str, Any]]
     pack: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     unpack: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor] = lambda x, size_hw: x
+    raw: Callable[[torch.Tensor, Any], torch.Tensor] = lambda x, vae: x / vae.scaling_factor + (vae.shift_factor or 0.0)
     guidance: float | None = None
     t5_length: int | None = None
+    edits: tuple[str, str] = ("AutoPipelineForImage2Image", "AutoPipelineForInpainting")
+    mended: Callable[[Any], Any] = lambda pipe: pipe
     kinds: tuple[Mapping[str, Any], ...] = ({},)
 
 
@@ -39,6 +45,7 @@ class Oracle:
     the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
     them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
+    text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -48,6 +55,7 @@ class Oracle:
     sizes: Callable[[Any, Conditions], Conditions] | None = None
     released: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
     drawn: Drawn | None = None
+    text_length: int | None = None
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

@@ -73,6 +73,7 @@ TABLE: dict[str, Row] = {
     },
     "tokenizer3_path": T5,
     "t5_max_length": Row("t5_max_length", "int", "model.t5_max_length"),
+    "llm_max_length": Row("llm_max_length", "int", "model.llm_max_length"),
 }  # fmt: skip
 RULES = (objective.other_family, engine.full_precision, paths.weights, one_of("training.device", ("auto", *KINDS)))
 

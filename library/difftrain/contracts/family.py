@@ -256,6 +256,9 @@ class Drawer(Protocol):
         guidance: float | None = None,
     ) -> dict[str, Tensor]: ...  # negative prompts, or what no text is; conditions: what it is to stand beside
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
+    def with_guidance(
+        self, without: Tensor, with_text: Tensor, scale: float
+    ) -> Tensor: ...  # one prediction of two, each as x
     def decode(self, latents: Tensor) -> Tensor: ...  # (B, C, [F,] h, w) -> (B, 3, [F,] H, W) in 0..1
     def encode(
         self, pixels: Tensor, generator: torch.Generator

@@ -33,6 +33,8 @@ def _rotary(
     x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
 ) -> Tensor:
     """Rotate by real tables; the complex form, and what is refused, stay upstream's."""
+    if not use_real and isinstance(freqs_cis, tuple):  # where upstream has complex tables
+        return rotate_pairs(x, freqs_cis)
     if not use_real or use_real_unbind_dim not in (-1, -2) or sequence_dim not in (1, 2):
         return _upstream_rotary(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
     where = (None, None) if sequence_dim == 2 else (None, slice(None), None)
@@ -204,6 +206,28 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     Shapes: x (B, N, S, D) or (B, S, N, D); cos and sin of four dimensions, broadcast to x. Returns x's dtype.
     """
     return _run("rotary", x, cos, sin, interleaved)
+
+
+def real_tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of complex rotary tables, the same for both numbers of a pair.
+
+    Shapes: (..., D / 2) complex -> (..., D) fp32 each.
+    """
+    return freqs.real.float().repeat_interleave(2, dim=-1), freqs.imag.float().repeat_interleave(2, dim=-1)
+
+
+def rotate_pairs(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate neighbours by real_tables, as multiplying by the complex ones does.
+
+    Shapes: x (B, S, N, D), tables (S, D), or (B, S, D) where samples have positions of their own. Returns x's dtype; in
+    fp32 inside, gradients too.
+    """
+    (cos, sin), wide = tables, x.float()
+    if cos.ndim == 2:
+        return rotary(wide, cos[None, :, None], sin[None, :, None], interleaved=True).to(x.dtype)
+    # the operator wants one table for all samples: theirs are laid one behind another
+    cos, sin = (table.flatten(0, 1)[None, :, None] for table in (cos, sin))
+    return rotary(wide.flatten(0, 1)[None], cos, sin, interleaved=True)[0].unflatten(0, x.shape[:2]).to(x.dtype)
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Patch:
     """One fault. versions: first that has it, first that is not known to (tested up to there).
 
     patch: "module:attribute" of a PatchHook, or empty where our own code goes another way and asks `on(name)`.
+    module: that has the fault, where it is patched only once something has imported it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Patch:
     issue: str
     fault: str
     patch: str = ""
+    module: str = ""
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -68,6 +70,24 @@ PATCHES: tuple[Patch, ...] = (
         "none: for speed",
         "apply_rotary_emb needs nine kernels where npu_rotary_mul is one",
         "difftrain.device.fused_layers:ROTARY",
+    ),
+    Patch(
+        "complex_rotary_of_text_and_image",
+        "diffusers",
+        ("0.35.0", "0.43.0"),
+        "diffusers issue 13689",
+        "apply_rotary_emb_qwen multiplies by complex tables, which an NPU has few kernels for, and takes no real ones of that form",
+        "difftrain.device.rotary:TEXT_AND_IMAGE",
+        "diffusers.models.transformers.transformer_qwenimage",
+    ),
+    Patch(
+        "complex_rotary_of_one_stream",
+        "diffusers",
+        ("0.36.0", "0.43.0"),
+        "diffusers issue 13689",
+        "ZSingleStreamAttnProcessor multiplies by complex tables inside, and takes no others",
+        "difftrain.device.rotary:ONE_STREAM",
+        "diffusers.models.transformers.transformer_z_image",
     ),
     Patch(
         "native_npu",
@@ -112,8 +132,9 @@ def rows(package: str) -> list[Patch]:
 
 
 def apply(package: str) -> None:
-    """Patch a package that is about to be used; what is patched, or not needed, is left as it is."""
-    done = [row for row in rows(package) if row.patch and row.name not in _applied and _is_needed(row)]
+    """Patch a package that is about to be used; what is patched, not needed or not imported yet is left as it is."""
+    ready = [row for row in rows(package) if row.patch and (not row.module or row.module in sys.modules)]
+    done = [row for row in ready if row.name not in _applied and _is_needed(row)]
     for patch in done:
         _applied[patch.name] = _hook(patch).put()
     if done:

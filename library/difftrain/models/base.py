@@ -69,6 +69,13 @@ class BaseFamily(Description):
         """Add the guidance that a distilled model is told while it draws; others are told none."""
         return conditions
 
+    def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor:
+        """Go beyond the prediction with text, away from that without. Shapes: each (B, C, [F,] h, w).
+
+        Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with scale = 1 + w.
+        """
+        return without + scale * (with_text - without)
+
     def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Return what training put in the place of dropped texts, shaped as these conditions; None: the encoded empty text."""
         return None

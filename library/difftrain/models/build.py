@@ -79,7 +79,10 @@ def class_of(kind: str) -> Any:
     if name in imported:  # setting the level of loggers takes longer
         return imported[name]
     with quiet_imports():
-        return getattr(importlib.import_module(library), name)
+        made = getattr(importlib.import_module(library), name)
+    if library == "diffusers":
+        patches.apply("diffusers")  # what lies in the very module of the class
+    return made
 
 
 def is_transformers(kind: str) -> bool:

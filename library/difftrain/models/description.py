@@ -46,7 +46,8 @@ Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
 class Description:
     """What a family is made of: its facts, and what follows from them and the configuration without a weight.
 
-    Facts: texts, blocks (lists of the denoiser, in order), patch (latent pixels along a token's side), shift, keys (the
+    Facts: texts, blocks (lists of the denoiser, in order), patch (latent pixels along a token's side), fills_to (image tokens
+    are filled up to multiples of it), shift, keys (the
     table of the original layout), infer (its sizes from shapes), agree, zero and unread (patterns of the denoiser's
     parameters that begin as zeros, and that no loss reaches; {last} is the last block), silent (pattern of those that are
     trained though no output depends on them: their gradient is zeros), leaving (pattern of those that are used behind the last block), lora, options, vae_scales (of a
@@ -64,6 +65,7 @@ class Description:
     texts: tuple[Text, ...] = ()
     blocks: tuple[str, ...] = ()
     patch: int = 2
+    fills_to: int = 1
     shift: Shift = Shift()
     keys: str = ""
     infer: Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]] | None = None
@@ -214,6 +216,8 @@ class Description:
     def _length(self, text: Text) -> int:
         if text.kind == "clip":
             return min(text.length, int(self.source.complete(text.part).get("max_position_embeddings", text.length)))
+        if text.kind == "llm":
+            return self.cfg.model.llm_max_length or text.length
         return self.cfg.model.t5_max_length if "model.t5_max_length" in self.row.takes else text.length
 
     @cached_property

@@ -226,6 +226,10 @@ class FamilyDrawer:
             return self._predict(inputs)
         return self.family.forward(self.parts.root, inputs)[0].float()
 
+    def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor:
+        """Make one prediction of those without and with text, as the family's pipeline does."""
+        return self.family.with_guidance(without, with_text, scale)
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents, in 0..1; one frame of a clip is a picture."""

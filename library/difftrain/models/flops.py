@@ -47,7 +47,8 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     if key not in _known:
         _known[key] = _counts(family, bucket.frames)
     by_tokens, by_kept = _known[key]
-    total = _through(by_tokens, (bucket.height // family.token) * (bucket.width // family.token))
+    tokens, fills_to = (bucket.height // family.token) * (bucket.width // family.token), family.fills_to
+    total = _through(by_tokens, -(-tokens // fills_to) * fills_to)
     if by_kept:
         (kept,) = family.features.draws[KEEP].shape(bucket)
         total += _through(by_kept, kept) - by_kept[0][1]
@@ -56,12 +57,13 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
 
 def _counts(family: BaseFamily, frames: int) -> tuple[Points, Points]:
     """Count small pictures: of several sizes, and of the largest with more and more tokens that stay."""
-    root, token = on_meta(family), family.token
+    root, token, wider = on_meta(family), family.token, max(1, family.fills_to // 2)
     fewest = 0 if root.span is None else _KEPT[0]
-    by_tokens = [(2 * s, _by_blocks(family, root, Bucket(2 * token, s * token, frames), fewest)) for s in _SIDES]
+    small = [Bucket(2 * token, side * wider * token, frames) for side in _SIDES]
+    by_tokens = [(2 * s * wider, _by_blocks(family, root, bucket, fewest)) for s, bucket in zip(_SIDES, small)]
     if root.span is None:
         return by_tokens, []
-    largest = Bucket(2 * token, _SIDES[-1] * token, frames)
+    largest = small[-1]
     more = [(kept, _by_blocks(family, root, largest, kept)) for kept in _KEPT[1:]]
     return by_tokens, [(fewest, by_tokens[-1][1]), *more]
 

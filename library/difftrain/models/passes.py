@@ -7,6 +7,7 @@ diffusers' own forward is the oracle: a pass gives the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 class Tokens:
     """What goes from block to block. Shapes: image (B, N, D), text (B, L, D), temb (B, D) or (B, N, D).
 
+    temb: of a network whose blocks take modulations of their own those that are left, (B, M, D).
     size: of the latents in tokens, ([F,] h, w). rope: positions, whatever the blocks take. more: what else they take.
     """
 
@@ -121,7 +123,7 @@ def passed(family: Blocks, net: Any, number: int, block: nn.Module, underway: Un
     if number in plan.text and tokens.text is not None:
         text_after = {**text_after, number: tokens.text}
     if number in plan.taps:
-        image_after = {**image_after, number: tokens.image}
+        image_after = {**image_after, number: tokens.image[:, : math.prod(tokens.size)]}  # without what fills up
     return Underway(tokens, waiting, text_after, image_after)
 
 
@@ -138,12 +140,12 @@ def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Token
     if not (torch.is_grad_enabled() and net.gradient_checkpointing):
         return family.block(block, tokens)
 
-    def again(image: Tensor, text: Tensor | None, temb: Tensor) -> tuple[Tensor, Tensor | None]:
+    def again(image: Tensor, text: Tensor | None, temb: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         out = family.block(block, replace(tokens, image=image, text=text, temb=temb))
-        return out.image, out.text
+        return out.image, out.text, out.temb
 
-    image, text = net._gradient_checkpointing_func(again, tokens.image, tokens.text, tokens.temb)
-    return replace(tokens, image=image, text=text)
+    image, text, temb = net._gradient_checkpointing_func(again, tokens.image, tokens.text, tokens.temb)
+    return replace(tokens, image=image, text=text, temb=temb)
 
 
 # ------------------------------------------------------------------ latents as tokens

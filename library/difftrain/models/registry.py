@@ -95,6 +95,7 @@ def _flow_row(*, takes: Iterable[str] = (), defaults: Mapping[str, Any] | None =
     kinds = row["encoders"]
     paths = {f"model.{name}{i}" for i in range(1, len(kinds) + 1) for name in ("text_encoder", "tokenizer")}
     lengths = {"model.t5_max_length"} if {"t5", "umt5"} & set(kinds) else set()
+    lengths |= {"model.llm_max_length"} & {f"model.{kind}_max_length" for kind in kinds}
     shared = {"objective": "flow", "multiple": 16, "layouts": ("safetensors", *_FOLDER_LAYOUTS)}
     fields = frozenset({*_FLOW_FIELDS, *paths, *lengths, *takes})
     return FamilyRow(**{**shared, **row}, takes=fields, defaults={**_FLOW_DEFAULTS, **(defaults or {})})
@@ -218,6 +219,23 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
     ),
+    "chroma": _flow_row(
+        title="Chroma1",
+        network="Chroma1",
+        target="difftrain.models.families.chroma:Chroma",
+        pipeline="ChromaPipeline",
+        parts={
+            "transformer": "diffusers:ChromaTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:T5EncoderModel",
+        },
+        encoders=("t5",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=("model.train_only",),
+        defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
+    ),
     "wan": _flow_row(
         title="Wan 2.1",
         network="Wan2.1",
@@ -247,6 +265,28 @@ FAMILIES: dict[str, FamilyRow] = {
         encoders=("llm",),
         text_features=("hidden_1",),
         sizes=("tiny",),
+        trains=("full",),
+        takes=("model.train_only",),
+        reasons={"model.clip_skip": "qwen_image reads the last hidden states of Qwen2.5-VL"},
+        defaults={"save.model_as": "diffusers_safetensors"},
+    ),
+    "z_image": _flow_row(
+        title="Z-Image",
+        network="Z-Image",
+        target="difftrain.models.families.z_image:ZImage",
+        pipeline="ZImagePipeline",
+        parts={
+            "transformer": "diffusers:ZImageTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:Qwen3Model",
+        },
+        encoders=("llm",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=("model.train_only",),
+        reasons={"model.clip_skip": "z_image reads the hidden states before the last layer of Qwen3"},
+        defaults={"save.model_as": "diffusers_safetensors"},
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
@@ -254,8 +294,8 @@ TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
 UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "chroma", "hidream", "cosmos_predict2", "omnigen2",
-    "hunyuan_image", "auraflow", "z_image", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
+    "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "hidream", "cosmos_predict2", "omnigen2",
+    "hunyuan_image", "auraflow", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def walk(
 
     unconditional: what guidance starts from; None: no guidance. generator: of what a sampler draws on its way, one or one
     a picture. edit: the picture that the walk begins at. Raises ConfigFault where its strength leaves no step.
-    Guidance: Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with `guidance` = 1 + w.
+    guidance: the scale of with_guidance, 1 for none.
     """
     # the sampler's times, and conditions for both halves of guidance in one batch
     _set_times(model, sampler, steps)
@@ -65,7 +65,7 @@ def walk(
         output = model.predict(entering, t, inputs)
         if unconditional is not None:
             without, with_text = output.chunk(2)
-            output = without + guidance * (with_text - without)
+            output = model.with_guidance(without, with_text, guidance)
         x = sampler.step(output, t, x, **options, return_dict=False)[0]
         if edit is not None:
             x = edit.kept(sampler, x, noise, times[number + 1 : number + 2])

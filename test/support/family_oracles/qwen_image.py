@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import Conditions, Oracle
+from oracle import NEGATIVE, PROMPT, Conditions, Drawn, Oracle
+
+from difftrain.models import passes
 
 
 def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:
@@ -33,4 +35,23 @@ def prompts(pipe: Any, captions: list[str], length: int) -> Conditions:
     return {"tokens": torch.stack(tokens), "mask": torch.stack(masks)}
 
 
-ORACLE = Oracle(forward, prompts)
+def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
+    made = {"prompt": PROMPT, "true_cfg_scale": scale}
+    return made if negative is None else made | {"negative_prompt": NEGATIVE}
+
+
+def raw(x: torch.Tensor, vae: Any) -> torch.Tensor:
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
+    return x * std + mean
+
+
+ORACLE = Oracle(
+    forward,
+    prompts,
+    drawn=Drawn(
+        options,
+        lambda x: passes.pack(x[:, :, 0], 2),
+        lambda x, size_hw: passes.unpack(x, 2, (size_hw[0] // 16, size_hw[1] // 16)).unsqueeze(2),
+        raw,
+    ),
+)

@@ -12,6 +12,7 @@ from difftrain.config.parse_flags import Parsed
 from difftrain.config.parse_flags import parse as parse_flags
 from difftrain.config.parse_keys import open_train_door, parse
 from difftrain.contracts import ConfigFault
+from difftrain.models.registry import LATER
 from difftrain.testing.pictures import write_folder
 
 TOP = 'output_dir = "out"\ndataset = "dataset.toml"\nepochs = 2\n'
@@ -234,11 +235,11 @@ def test_a_batch_that_is_said_twice_is_one_fault() -> None:
 
 def test_a_family_that_is_not_built_hides_no_other_fault() -> None:
     Path("run.toml").write_text(
-        TOP + "lr_scheduler = 'cosin'\n[model]\ntype = 'chroma'\n[optimizer]\ntype = 'SGD'\nmomentun = 0.9\n"
+        TOP + f"lr_scheduler = 'cosin'\n[model]\ntype = '{LATER[-1]}'\n[optimizer]\ntype = 'SGD'\nmomentun = 0.9\n"
     )
     with pytest.raises(ConfigFault) as caught:
         parse(["--config=run.toml"])
-    expected = (("[model] type", "'chroma'"), ("lr_scheduler", "cosine"), ("[optimizer] momentun", "momentum"))
+    expected = (("[model] type", repr(LATER[-1])), ("lr_scheduler", "cosine"), ("[optimizer] momentun", "momentum"))
     assert len(caught.value.faults) == 3
     for facts in expected:
         assert any(is_about(fault, *facts) for fault in caught.value.faults), (facts, caught.value)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rotary_forms
 import torch
 from diffusers.models import activations, embeddings, normalization
 from diffusers.models.transformers import transformer_flux
@@ -78,6 +79,21 @@ def test_rotary_is_that_of_diffusers(unbind_dim: int, sequence_dim: int, dtype: 
     where = (None, None) if sequence_dim == 2 else (None, slice(None), None)
     cos, sin = (table[where] for table in tables)
     assert_equal(both_ways(lambda x: fused_layers.rotary(x, cos, sin, interleaved=unbind_dim == -1), x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", rotary_forms.FORMS)
+def test_real_tables_rotate_as_the_complex_ones_that_they_are_made_of(name: str, dtype: torch.dtype) -> None:
+    form = rotary_forms.FORMS[name]
+    x, freqs = drawn(2, 5, 3, 32, dtype=dtype), rotary_forms.complex_tables(2, 5, 32)[form.where]
+    with patches.without(form.patch):
+        expected = both_ways(lambda x: form.rotate(x, freqs), x)
+    patches.apply("diffusers")
+    assert_equal(both_ways(lambda x: form.rotate(x, freqs), x), expected)
+    tables = fused_layers.real_tables(freqs)
+    with tally.counting() as counted:
+        assert_equal(both_ways(lambda x: form.rotate(x, tables), x), expected)
+    assert counted["rotary plain"] == form.calls
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

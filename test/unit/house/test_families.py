@@ -178,4 +178,4 @@ def test_people_read_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["families"]) == 0
     text = capsys.readouterr().out
     assert all(f"{name}: {row.title}" in text for name, row in FAMILIES.items()) and all(each in text for each in LATER)
-    assert main(["families", "x"]) == 2 and set(UNTRAINED) == {"wan", "qwen_image"}
+    assert main(["families", "x"]) == 2 and set(UNTRAINED) == {"wan"}

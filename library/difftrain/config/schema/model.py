@@ -47,6 +47,10 @@ class ModelSection(Section):
     tokenizer2: str | None = Field(None, description="folder of the second tokenizer (OpenCLIP bigG), or a hub id")
     tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
     t5_max_length: PositiveInt = Field(256, description="tokens that T5 reads")
+    llm_max_length: PositiveInt | None = Field(
+        None,
+        description="tokens of a caption that are kept of what a language model reads; unset: the pipeline's number",
+    )
     guidance: NonNegative = Field(1.0, description="guidance value passed to a guidance-distilled model (Flux.1)")
     t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
     enable_uncond_text_dropout: bool = Field(

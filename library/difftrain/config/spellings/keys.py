@@ -132,6 +132,7 @@ KEYS: tuple[Row, ...] = (
     key("min_t", "model", "flow.min_t"),
     key("max_t", "model", "flow.max_t"),
     key("t5_max_length", "model", "model.t5_max_length"),
+    key("llm_max_length", "model", "model.llm_max_length"),
     key("unet_lr", "model", "optimizer.unet_lr"),
     key("text_encoder_1_lr", "model", "?te1", "rate of a UNet's first text encoder; above 0 trains all of them", "number"),
     key("text_encoder_2_lr", "model", "?te2", "rate of SDXL's second text encoder; above 0 trains both", "number"),

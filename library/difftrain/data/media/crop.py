@@ -209,8 +209,8 @@ def with_hue(pixels: np.ndarray, degrees: float) -> np.ndarray:
     """Turn the hue; saturation and value stay (the hexagonal HSV model, in fp32, rounded to nearest)."""
     red, green, blue = pixels.astype(np.float32)
     value, least = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
-    chroma = value - least
-    safe = np.where(chroma > 0, chroma, np.float32(1))
+    colourfulness = value - least
+    safe = np.where(colourfulness > 0, colourfulness, np.float32(1))
     sector = np.where(
         value == red,
         (green - blue) / safe,
@@ -220,5 +220,5 @@ def with_hue(pixels: np.ndarray, degrees: float) -> np.ndarray:
     for channel, shift in enumerate((5, 3, 1)):  # how far into its ramp each colour is
         ramp = (sector + np.float32(shift)) % np.float32(6)
         lack = np.clip(np.minimum(ramp, np.float32(4) - ramp), 0, 1)
-        turned[channel] = (value - chroma * lack + np.float32(0.5)).astype(np.uint8)
+        turned[channel] = (value - colourfulness * lack + np.float32(0.5)).astype(np.uint8)
     return turned

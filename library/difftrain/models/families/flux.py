@@ -15,7 +15,7 @@ import torch
 
 from difftrain.contracts import Batch
 from difftrain.models import passes
-from difftrain.models.facts import Agree, FamilyOption, Lora, Shift, Text
+from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
 from difftrain.models.weights.infer import count
@@ -31,7 +31,7 @@ class Flux(ModelFamily):
 
     name = "flux"
     modelspec = "flux-1-dev"
-    texts = (
+    texts: tuple[Text, ...] = (
         Text("text_encoder", "tokenizer", "clip", 77, hidden=None, pooled="pooler_output"),
         Text("text_encoder_2", "tokenizer_2", "t5", 512),
     )
@@ -39,12 +39,14 @@ class Flux(ModelFamily):
     shift = Shift(dynamic=(256, 4096, 0.5, 1.15))
     zero = r"(norm1|norm1_context|norm_out|\.norm)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
-    options = (FamilyOption("model.guidance", "the guidance value of a guidance-distilled model"),)
+    options: tuple[FamilyOption, ...] = (
+        FamilyOption("model.guidance", "the guidance value of a guidance-distilled model"),
+    )
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
     ))  # fmt: skip
-    agree = (
+    agree: tuple[Agree | Bound, ...] = (
         Agree("transformer.in_channels", lambda s: 4 * s["vae"]["latent_channels"], "a token is 2x2 latent pixels"),
         Agree("transformer.joint_attention_dim", lambda s: s["text_encoder_2"]["d_model"], "text_encoder_2's d_model"),
         Agree("transformer.pooled_projection_dim", lambda s: s["text_encoder"]["hidden_size"], "text_encoder's hidden_size"),

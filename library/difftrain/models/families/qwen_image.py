@@ -1,7 +1,7 @@
 """Qwen-Image (Alibaba 2025, arXiv:2508.02324): picture and text in one stream, read by a language model that also sees.
 
-Its rotary tables are complex in diffusers, and so here: the blocks multiply by them. A device without complex numbers
-needs a patch of the attention processor.
+Its rotary tables are complex in diffusers; here blocks are given the same numbers as real ones (device/rotary.py).
+Guidance keeps the length of each token of the prediction with text, as the pipeline does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from difftrain.contracts import Batch
+from difftrain.device.fused_layers import real_tables
 from difftrain.models import passes
 from difftrain.models.facts import Agree, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
@@ -20,6 +23,9 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from difftrain.config import TrainConfig
+
+RealTables = tuple["Tensor", "Tensor"]
 # around a caption; its first 34 tokens say nothing of the picture and are cut off
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -41,6 +47,7 @@ class QwenImage(ModelFamily):
     shift = Shift(dynamic=(256, 8192, 0.5, 0.9), terminal=0.02)
     zero = r"(img_mod|txt_mod)\.1\.|^norm_out\.linear\.|^proj_out\."
     unread = r"^transformer_blocks\.{last}\.(txt_mlp|attn\.to_add_out)\."  # text ends with the last block's attention
+    silent = r"^transformer_blocks\.{last}\.attn\.(add_q_proj|norm_added_q)\."  # what it asks there, nothing reads
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mlp.net.0.proj",
         "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1",
@@ -56,6 +63,10 @@ class QwenImage(ModelFamily):
         Agree("transformer.attention_head_dim", lambda s: sum(s["transformer"]["axes_dims_rope"]), "axes_dims_rope in all"),
     )  # fmt: skip
 
+    def __init__(self, cfg: TrainConfig) -> None:
+        super().__init__(cfg)
+        self._ropes: dict[Any, tuple[RealTables, ...]] = {}
+
     def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
         """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
         return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
@@ -66,10 +77,17 @@ class QwenImage(ModelFamily):
         text = net.txt_in(net.txt_norm(conditions["tokens"]))
         temb = net.time_text_embed(t / 1000.0, image)
         size = (1, x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        rope = net.pos_embed(
-            [[size]], max_txt_seq_len=text.shape[1], device=x_t.device
-        )  # kept by diffusers, once a size
+        rope = self.rope(net, size, text.shape[1], x_t.device)
         return Tokens(image, text, temb, size, rope=rope, more={"mask": conditions.get("mask")})
+
+    def rope(self, net: Any, size: tuple[int, ...], length: int, device: torch.device) -> tuple[RealTables, ...]:
+        """Return the rotary tables of image and text: made on the host, so equal on every device, once a size."""
+        key = (size, length, device)
+        if key not in self._ropes:
+            tables = net.pos_embed([[size]], max_txt_seq_len=length, device=torch.device("cpu"))
+            made = ([real.to(device) for real in real_tables(table)] for table in tables)
+            self._ropes[key] = tuple((cos, sin) for cos, sin in made)
+        return self._ropes[key]
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block, which takes and returns text and image apart."""
@@ -80,6 +98,14 @@ class QwenImage(ModelFamily):
         """Return the velocity, (B, C, 1, H, W)."""
         patches = net.proj_out(net.norm_out(tokens.image, tokens.temb))
         return passes.unpack(patches, self.patch, tokens.size).unsqueeze(2)
+
+    def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor:
+        """Go beyond the prediction with text, and give each token the length that it has there."""
+        beyond = super().with_guidance(without, with_text, scale)
+        beyond, kept = (passes.pack(x[:, :, 0], self.patch) for x in (beyond, with_text))
+        beyond = beyond * (kept.norm(dim=-1, keepdim=True) / beyond.norm(dim=-1, keepdim=True))
+        size = (with_text.shape[-2] // self.patch, with_text.shape[-1] // self.patch)
+        return passes.unpack(beyond, self.patch, size).unsqueeze(2)
 
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

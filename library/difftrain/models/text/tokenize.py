@@ -283,11 +283,15 @@ _FILES = (
 
 @dataclass(frozen=True)
 class LlmVocabulary:
-    """A tokenizer.json, as text. pad: the token that fills up. folder: where it lay, whose files are exported."""
+    """A tokenizer.json, as text. pad: the token that fills up. folder: where it lay, whose files are exported.
+
+    chat: the template of a small one, for pipelines that have their tokenizer lay it around a caption.
+    """
 
     content: str
     pad: str = PAD
     folder: Path | None = None
+    chat: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> LlmVocabulary:
@@ -328,10 +332,10 @@ class LlmVocabulary:
                       "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
                       "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
         }  # fmt: skip
-        return cls(json.dumps(content, ensure_ascii=False))
+        return cls(json.dumps(content, ensure_ascii=False), chat=template)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"content": self.content, "pad": self.pad, "folder": self.folder}
+        return {"content": self.content, "pad": self.pad, "folder": self.folder, "chat": self.chat}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -369,6 +373,9 @@ class LlmVocabulary:
             "tokenizer_class": "Qwen2Tokenizer", "pad_token": self.pad, "eos_token": self.pad, "unk_token": None,
             "add_prefix_space": False, "additional_special_tokens": [mark for mark in marks if mark != self.pad],
         }  # fmt: skip
+        before, _, behind = self.chat.partition("{}")
+        words = (json.dumps(before), "messages[-1]['content']", json.dumps(behind))
+        config["chat_template"] = f"{{{{ {' + '.join(words)} }}}}"  # in Jinja, of one message
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         vocabulary = json.dumps(model["model"]["vocab"], ensure_ascii=False)
         (folder / "vocab.json").write_text(vocabulary, encoding="utf-8")

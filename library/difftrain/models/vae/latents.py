@@ -180,6 +180,7 @@ class Latents:
         self.row, self.config = CLASSES[kind.partition(":")[2]], config
         self._statistic = statistic
         self._mean_std: tuple[Tensor, Tensor] | None = None
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a copy in each step would be waited for
 
     @property
     def raw_channels(self) -> int:
@@ -242,13 +243,17 @@ class Latents:
             else:
                 return None
             self._mean_std = mean, spread
-        return self._laid_over(self._mean_std[0], like), self._laid_over(self._mean_std[1], like)
+        if like.device not in self._on_device:
+            mean, std = (statistic.to(like.device, torch.float32) for statistic in self._mean_std)
+            self._on_device[like.device] = mean, std
+        mean, std = self._on_device[like.device]
+        return self._laid_over(mean, like), self._laid_over(std, like)
 
     def _laid_over(self, statistic: Tensor, like: Tensor) -> Tensor:
         """Shape a statistic for latents: (1, C, [1,] 1, 1), or (1, C, F, 1, 1) where each frame has its own."""
         frames = statistic.numel() // like.shape[1]
         shape = (1, like.shape[1], *((frames,) if like.ndim == 5 else ()), 1, 1)
-        laid = statistic.to(like.device, torch.float32).view(shape)
+        laid = statistic.view(shape)
         return laid[:, :, : like.shape[2]] if frames > 1 else laid
 
 

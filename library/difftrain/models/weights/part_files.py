@@ -46,6 +46,7 @@ _BESIDE = {
     "CLIPTextModel": (*_CLIP_BESIDE, "text_projection."),
     "CLIPTextModelWithProjection": _CLIP_BESIDE,
     "T5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
+    "Qwen3Model": ("lm_head.",),
     "UMT5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
     "Qwen2_5_VLForConditionalGeneration": (),
 }
@@ -117,9 +118,13 @@ class PartFiles:
         expected = {name: tuple(v.shape) for name, v in tensors.items() if not is_second_name(self.kind, name)}
         keys = self._located.keys()
         own = {name: stored_name(self.kind, name, keys) for name in expected}
-        if self._rule is None or self.path.is_dir() or sum(key in keys for key in own.values()) > len(own) // 2:
-            return KeyMap(expected, lambda name: KeyPiece(own[name]))
-        return KeyMap(expected, self._rule(module))
+        plain = KeyMap(expected, lambda name: KeyPiece(own[name]))
+        if self._rule is None or self.path.is_dir() or plain.stored.keys() <= keys:
+            return plain
+        # layouts may call many tensors alike: the one of which more is there
+        table = KeyMap(expected, self._rule(module))
+        plain_share, table_share = (sum(key in keys for key in m.stored) / len(m.stored) for m in (plain, table))
+        return plain if plain_share > table_share else table
 
     # ------------------------------------------------------------------ reading
 
