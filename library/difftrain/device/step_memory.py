@@ -106,21 +106,23 @@ def _to_fp32(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return _FusedAttention.apply(query, key, value)
+def _attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    # torch makes of a bool mask one that is added to the scores, in their dtype
+    added = attn_mask is None or attn_mask.dtype != torch.bool
+    return _FusedAttention.apply(query, key, value, attn_mask if added else attn_mask.to(query.dtype))
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes and memory of fused attention: q, k, v, the output and a logarithm a row are kept, no scores."""
+    """Shapes and memory of fused attention: q, k, v, a mask, the output and a logarithm a row are kept, no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, rows)
+        ctx.save_for_backward(q, k, v, out, rows, *(() if mask is None else (mask,)))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        q, k, v, _, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
