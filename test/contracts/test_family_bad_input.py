@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
+from difftrain.models.text.tokenize import marks_of
 
 
 def faults_of(name: str, **model: Any) -> list[Any]:
@@ -166,12 +167,13 @@ def test_a_vocabulary_without_the_marks_of_the_template(name: str, tiny: Tiny, c
     number = llm_of(tiny)
     file = copy / tiny.family.texts[number - 1].tokenizer / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] != "<|im_start|>"]
+    mark = next(iter(marks_of(tiny.family.texts[number - 1].template)))
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] != mark]
     for place, each in enumerate(content["added_tokens"]):
         each["id"] = 256 + place
     file.write_text(json.dumps(content))
     (fault,) = faults_of(name, pretrained=str(copy))
-    assert "<|im_start|>" in fault.what and "template" in fault.what
+    assert mark in fault.what and "template" in fault.what
 
 
 def test_sizes_that_make_no_model(name: str, tiny: Tiny, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
         object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     noise = torch.randn((1, *model.latent_shape(SIZE)), generator=torch.Generator().manual_seed(5))
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
-    for scale in (1.0, 3.0):
+    for scale in oracle.scales:
         conditions = model.conditions([PROMPT], SIZE, oracle.guidance)
         negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance) if scale > 1 else None
         with warnings.catch_warnings():
@@ -76,13 +77,15 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
                 **oracle.options(conditions, negative, scale), height=SIZE[0], width=SIZE[1], latents=oracle.pack(noise),
                 num_inference_steps=STEPS, output_type="latent",
             ).images  # fmt: skip
-        walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE))
+        walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE), mu=model.mu)
         ours = walk(model, conditions, negative, noise, sampler=walker, steps=STEPS, guidance=scale)
         # a walk without a terminal signal begins at 4096 times the noise, and rounds there
         rounding = torch.finfo(torch.float32).eps * float(getattr(walker, "init_noise_sigma", 1.0))
-        np.testing.assert_allclose(ours, oracle.unpack(theirs, SIZE), atol=1e-5 * float(ours.abs().max()) + rounding)
+        theirs = oracle.returned(pipeline, oracle.unpack(theirs, SIZE))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(ours.abs().max()) + rounding)
     with torch.no_grad():
-        decoded = pipeline.vae.decode(oracle.raw(ours, pipeline.vae.config)).sample
+        raw = oracle.raw(ours, pipeline.vae.config) if oracle.pixels is None else None
+        decoded = pipeline.vae.decode(raw).sample if oracle.pixels is None else oracle.pixels(pipeline, ours)
     np.testing.assert_allclose(model.decode(ours), (decoded / 2 + 0.5).clamp(0, 1), atol=1e-5)
 
 
@@ -103,7 +106,7 @@ def test_other_samplers_are_those_of_the_pipeline(sampler: str, tmp_path: Path) 
     ).images  # fmt: skip
     conditions = model.conditions([PROMPT], SIZE)
     negative = model.unconditional([NEGATIVE], conditions, SIZE)
-    walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE))
+    walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE), mu=model.mu)
     ours = walk(model, conditions, negative, noise, sampler=walker, steps=5, guidance=3.0)
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(ours.abs().max()))
 
@@ -140,7 +143,13 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
 
     tiny, oracle = drawn(name, four_channels(name, tmp_path)), called(name)
     base = pipeline_of(exported(tiny, tmp_path / "folder"), name)
-    pipeline = oracle.mended(getattr(diffusers, oracle.edits[kind != "image"]).from_pipe(base))
+    try:
+        pipeline: Any = getattr(diffusers, oracle.edits[kind != "image"]).from_pipe(base)
+    except ValueError:
+        pytest.skip("diffusers has no such pipeline of it")
+    if "strength" not in inspect.signature(pipeline.__call__).parameters:
+        pytest.skip("its pipeline takes a picture as one to look at")
+    pipeline = oracle.mended(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     model = tiny.family.drawer(tiny.parts)
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
@@ -165,7 +174,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
         conditions,
         negative,
         noise,
-        sampler=make_sampler(sampler, model.scheduler.config, model.tokens(SIZE)),
+        sampler=make_sampler(sampler, model.scheduler.config, model.tokens(SIZE), mu=model.mu),
         steps=steps,
         guidance=scale,
         edit=edit,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from difftrain.models.build import build, class_of, is_transformers
 from difftrain.models.placeholder import fill
-from difftrain.models.weights.folder_export import file_name, is_second_name
+from difftrain.models.weights.folder_export import file_name, is_second_name, second_names
 from difftrain.models.weights.initial import by_fan_in, initial_weights
 from difftrain.models.weights.keys import KeyMap, table_rule
 
@@ -90,8 +90,9 @@ def test_half_precision_exports_are_the_rounded_weights(tiny: Tiny, tmp_path: Pa
         kind, stored = tiny.family.parts[part], {}
         for file in (path / tiny.family.folder(part)).glob("*.safetensors"):
             stored |= load_file(file)
+        second = second_names(kind, module)
         for key, value in module.state_dict().items():
-            if not is_second_name(kind, key):
+            if key not in second:
                 wanted = value.to(torch.bfloat16) if value.is_floating_point() else value
                 assert torch.equal(stored[file_name(kind, key)], wanted), key
 
@@ -212,6 +213,14 @@ _QWEN3 = {
     "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8,
 }  # fmt: skip
+_MISTRAL3 = {
+    "text_config": {"model_type": "mistral", **_QWEN3},
+    "vision_config": {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
+    },
+    "tie_word_embeddings": False,
+}  # fmt: skip
 # class -> sizes, and a name that every reader of its files knows
 ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "CLIPTextModel": (_CLIP, "text_model.encoder.layers.0.mlp.fc1.weight"),
@@ -220,6 +229,8 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "UMT5EncoderModel": (_T5, "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"),
     "Qwen2_5_VLForConditionalGeneration": (_QWEN, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3Model": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
+    "Qwen3ForCausalLM": (_QWEN3, "lm_head.weight"),
+    "Mistral3ForConditionalGeneration": (_MISTRAL3, "language_model.model.layers.0.self_attn.q_proj.weight"),
 }
 
 
@@ -239,10 +250,9 @@ def test_names_in_files_are_those_that_transformers_reads(encoder: str, tmp_path
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     fixed = [(name, value) for name, value in module.state_dict().items() if name not in parameters]
     fill(module, [*fixed, *drawn], torch.float32)
+    second = second_names(kind, module)
     tensors = {
-        file_name(kind, name): value.clone()
-        for name, value in module.state_dict().items()
-        if not is_second_name(kind, name)
+        file_name(kind, name): value.clone() for name, value in module.state_dict().items() if name not in second
     }
     assert known in tensors
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -54,10 +54,11 @@ def inside(made: Stepped, wanted: Callable[[nn.Module], object]) -> tuple[str, A
 
 @contextlib.contextmanager
 def other_gelu(made: Stepped) -> Iterator[str]:
-    """One feed-forward layer has the other of the two GELUs."""
-    if not any(type(each).__name__ in ("GELU", "GEGLU") for each in block(made)[1].modules()):
+    """One feed-forward layer has the other of the two GELUs, or a GELU in place of a SiLU."""
+    kinds = ("GELU", "GEGLU", "Flux2SwiGLU")
+    if not any(type(each).__name__ in kinds for each in block(made)[1].modules()):
         pytest.skip("its feed-forward layers have none")
-    name, module = inside(made, lambda each: type(each).__name__ in ("GELU", "GEGLU"))
+    name, module = inside(made, lambda each: type(each).__name__ in kinds)
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         value, gate = module.proj(x).chunk(2, dim=-1)
@@ -67,7 +68,11 @@ def other_gelu(made: Stepped) -> Iterator[str]:
         assert module.approximate == "tanh"
         return F.gelu(module.proj(x) if hasattr(module, "proj") else x)
 
-    with attribute(module, "forward", gated if type(module).__name__ == "GEGLU" else plain):
+    def folded(x: torch.Tensor) -> torch.Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return F.gelu(gate) * value
+
+    with attribute(module, "forward", {"GEGLU": gated, "GELU": plain}.get(type(module).__name__, folded)):
         yield name
 
 

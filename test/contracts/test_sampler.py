@@ -37,7 +37,7 @@ class ExactModel:
     """Predict what the best model of N(MEAN, SPREAD^2) would; kind: what of, "flow" or a prediction type."""
 
     def __init__(self, kind: str, **facts: Any) -> None:
-        self.kind, self.walks = kind, False
+        self.kind, self.walks, self.mu = kind, False, None
         if kind == "flow":
             self.scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler(**facts)
             return

@@ -13,7 +13,7 @@ from doors import Door, write_pictures
 from sd3_speedups import vision_folder
 
 from difftrain.demo.model import write_tiny
-from difftrain.models.registry import FAMILIES
+from difftrain.models.registry import FAMILIES, TRAINED
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -28,14 +28,8 @@ KOHYAS = {"sdxl/base.toml", "sdxl/pretrain_tiny.toml"}
 COMMON = ("--training.max_steps=2", "--training.micro_batch_size_per_gpu=2", "--model.dtype=float32",
           "--data.num_dataloader_workers=0", "--monitoring.logging_steps=1")  # fmt: skip
 LIGHT = ("--model.t5_max_length=8", "--model.num_layers=3")
-STAND_INS = {
-    "sd3_light": "sd3",
-    "sd3": "sd3",
-    "flux": "flux",
-    "qwen_image": "qwen_image",
-    "chroma": "chroma",
-    "z_image": "z_image",
-}  # folder of recipes -> the family whose tiny model stands in
+# folder of recipes -> the family whose tiny model stands in
+STAND_INS = {"sd3_light": "sd3"} | {name: name for name in TRAINED if FAMILIES[name].has("model.transformer")}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
         words = [
             *data,
             *COMMON,
-            *(LIGHT if folder == "sd3_light" else LIGHT[:1] if "t5" in FAMILIES[STAND_INS[folder]].encoders else ()),
+            *(LIGHT if folder == "sd3_light" else LIGHT[: FAMILIES[folder].has("model.t5_max_length")]),
             f"--model.diffusers_path={place / STAND_INS[folder]}",
             f"--data.cache_dir={place / 'cache'}",
         ]

@@ -22,6 +22,8 @@ class Drawn:
     (latents, the VAE's configuration). guidance: what a distilled model is told. t5_length: tokens that T5 keeps. edits: classes
     that begin at a picture, without a mask and with one, where diffusers does not know them by the family's. mended: puts
     right what is wrong in a pipeline.
+    scales: of classifier-free guidance, as far as the pipeline has it. returned: turns what the pipeline returns as latents
+    into those that the denoiser takes. pixels: decodes these by the pipeline's parts, to -1..1, where the VAE's weights count.
     kinds: what it may be made with, as sections, that decides how pictures are drawn.
     """
 
@@ -34,6 +36,9 @@ class Drawn:
     edits: tuple[str, str] = ("AutoPipelineForImage2Image", "AutoPipelineForInpainting")
     mended: Callable[[Any], Any] = lambda pipe: pipe
     kinds: tuple[Mapping[str, Any], ...] = ({},)
+    scales: tuple[float, ...] = (1.0, 3.0)
+    returned: Callable[[Any, torch.Tensor], torch.Tensor] = lambda pipe, x: x
+    pixels: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -232,12 +232,14 @@ class Drawer(Protocol):
     """Draw with the modules of a family: what a sampler needs of it, and nothing of a diffusers pipeline.
 
     scheduler: the model's own, whose configuration samplers are made from. modules: those that take part. unit: pixels
-    of which both sides are multiples. walks: the model's own sampler walks sigmas from 1 to 1/n.
+    of which both sides are multiples. walks: the model's own sampler walks sigmas from 1 to 1/n. mu: of tokens and steps,
+    where the shift of its times follows both.
     """
 
     scheduler: Any
     unit: int
     walks: bool
+    mu: Callable[[int, int], float] | None
 
     @property
     def modules(self) -> list[nn.Module]: ...

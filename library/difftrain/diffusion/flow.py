@@ -20,6 +20,7 @@ METHODS = ("logit_normal", "uniform", "mode", "cosmap")
 SCALE = 1000.0  # the model sees 1000 t
 HIGHEST_MODE_SCALE = 2.0 / (math.pi - 2.0)  # above it the mode sampler is no longer a growing function
 FLUX_TOKENS, FLUX_MU = (256, 4096), (0.5, 1.15)
+STEPS = 50  # of a walk, where mu follows their number and nothing is walked
 _EDGE = 2.0**-54  # half a step of the uniform draws: what 0 and 1 stand for
 _HALVINGS = 60  # of an interval, until it is narrower than fp64 can tell
 _NORMAL = statistics.NormalDist()
@@ -32,8 +33,8 @@ class FlowTime:
     shift: of t <- s t / (1 + (s - 1) t); None: none. flux_shift: s follows the number of latent tokens. token: pixels
     along a token's side. The cut is a truncation of the distribution after the shift: what lies within keeps its
     proportions, nothing piles up at the ends.
-    dynamic: of flux_shift, first and last number of tokens and mu there. frames: of a clip that one latent frame after
-    the first stands for, 0 for pictures.
+    dynamic: of flux_shift, first and last number of tokens and mu there; mu: a function of tokens and steps in its place.
+    frames: of a clip that one latent frame after the first stands for, 0 for pictures.
     """
 
     method: str = "logit_normal"
@@ -46,6 +47,7 @@ class FlowTime:
     token: int = 16
     dynamic: tuple[int, int, float, float] = (*FLUX_TOKENS, *FLUX_MU)
     frames: int = 0
+    mu: Callable[[int, int], float] | None = None
 
     def __call__(self, u: float, bucket: Bucket) -> float:
         """Return the quantile u, of a picture of a bucket's size."""
@@ -60,7 +62,8 @@ class FlowTime:
         if self.flux_shift:
             # the first frame of a clip has a latent frame of its own, the others share one
             layers = (bucket.frames - 1) // self.frames + 1 if self.frames else 1
-            return flux_shift(layers * (bucket.height // self.token) * (bucket.width // self.token), self.dynamic)
+            tokens = layers * (bucket.height // self.token) * (bucket.width // self.token)
+            return flux_shift(tokens, self.dynamic) if self.mu is None else math.exp(self.mu(tokens, STEPS))
         return 1.0 if self.shift is None else self.shift
 
     def _base(self, u: float) -> float:

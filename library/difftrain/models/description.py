@@ -236,6 +236,10 @@ class Description:
             if source.complete(text.part).get("vocab_size", 0) > MAX_BUILT_IN
         }
 
+    def tokenizer_class(self, text: Text, vocabulary: Any) -> str:
+        """Name the class of transformers that a text encoder's vocabulary is exported for."""
+        return self.tokenizer_classes[text.kind]
+
     def built_in(self) -> list[str]:
         """Say which stored text encoders are read with a vocabulary of ours, because their folder has none."""
         lacks = [

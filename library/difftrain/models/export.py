@@ -21,7 +21,7 @@ from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.weights.files import MODEL_STEMS, TEXT_STEMS
 from difftrain.models.weights.fingerprints import Stamp, stamp
-from difftrain.models.weights.folder_export import CARD, file_name, is_second_name, new_folder
+from difftrain.models.weights.folder_export import CARD, file_name, is_second_name, new_folder, second_names
 from difftrain.models.weights.keys import KeyMap, KeyPiece
 from difftrain.models.weights.part_files import FACTS, SIZES
 from difftrain.models.weights.writers import Shapes, WeightWriter, safetensors_writer, torch_writer
@@ -175,7 +175,8 @@ def key_map(family: BaseFamily, part: str) -> KeyMap:
         module, kind = family.exported(part), family.parts[part]
         rule = family.rule(part)
         tensors = module.state_dict().items()
-        shapes = {name: tuple(value.shape) for name, value in tensors if not is_second_name(kind, name)}
+        second = second_names(kind, module)
+        shapes = {name: tuple(value.shape) for name, value in tensors if name not in second}
         family.key_maps[part] = KeyMap(shapes, rule(module) if rule else lambda name: KeyPiece(file_name(kind, name)))
     return family.key_maps[part]
 
@@ -327,18 +328,20 @@ def all_weights(
     modules: Mapping[str, nn.Module] = {**inside, **parts.frozen}
     for part, module in modules.items():
         if part in part_names and not isinstance(module, MetaPlaceholder):
+            second = second_names(family.parts[part], module)
             for name, value in module.state_dict().items():
-                if not is_second_name(family.parts[part], name) and (part, name) not in seen:
+                if name not in second and (part, name) not in seen:
                     yield part, name, value
 
 
 def _shapes(family: BaseFamily, parts: Parts, part: str, module: nn.Module, dtype: torch.dtype | None) -> Shapes:
     kind, tensors = family.parts[part], module.state_dict()
+    second = second_names(kind, module)
     own = _own_dtypes(parts, family, part, tensors)
     return {
         file_name(kind, name): ((dtype or own[name]) if value.is_floating_point() else value.dtype, tuple(value.shape))
         for name, value in tensors.items()
-        if not is_second_name(kind, name)
+        if name not in second
     }
 
 
@@ -385,7 +388,7 @@ def write_configs(family: BaseFamily, folder: Path, dtype: torch.dtype | None = 
         classes[family.folder(part)] = kind.split(":")
     for text, vocabulary in zip(family.texts, family.vocabularies, strict=True):
         vocabulary.save(folder / text.tokenizer)
-        classes[text.tokenizer] = ["transformers", family.tokenizer_classes[text.kind]]
+        classes[text.tokenizer] = ["transformers", family.tokenizer_class(text, vocabulary)]
     scheduler = family.scheduler()
     scheduler.save_pretrained(folder / "scheduler")
     classes["scheduler"] = ["diffusers", type(scheduler).__name__]

@@ -23,6 +23,8 @@ class Text:
     template: around the caption, which stands for "{}". drop: tokens of the template's head that are cut off what
     comes out. masked: tokens are masked up to their end. reads_mask: the encoder is given that mask. zeros: rows of
     padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
+    pads_left: of a language model: texts are filled up in front. marked: its template has all marks, so its tokenizer adds
+    none. strips: what is taken out of captions, because it would be read as a mark.
     normed: of CLIP: the encoder's last norm is put behind a hidden state that is read by number.
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
     mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
@@ -43,6 +45,9 @@ class Text:
     reads_mask: bool = True
     zeros: bool = True
     passes_mask: bool = False
+    pads_left: bool = False
+    marked: bool = False
+    strips: tuple[str, ...] = ()
     normed: bool = False
     pads_zero: bool = False
     mends: bool = False
@@ -74,16 +79,38 @@ class OneFile:
 
 
 @dataclass(frozen=True)
+class StepShift:
+    """Say mu by image tokens and by the number of steps: on a line in the steps between two lines in the tokens.
+
+    few, many: (steps, rise, mu of no tokens) of a line. tokens: above these that of many steps holds for any number.
+    """
+
+    few: tuple[int, float, float]
+    many: tuple[int, float, float]
+    tokens: int
+
+    def __call__(self, tokens: int, steps: int) -> float:
+        """Return mu of a picture of so many tokens that is walked to in so many steps."""
+        low, high = (rise * tokens + start for _, rise, start in (self.few, self.many))
+        if tokens > self.tokens:
+            return high
+        slope = (high - low) / (self.many[0] - self.few[0])
+        return slope * steps + (high - self.many[0] * slope)
+
+
+@dataclass(frozen=True)
 class Shift:
     """How a sampler shifts the times of a flow, t <- s t / (1 + (s - 1) t), where the weights' folder does not say it.
 
     dynamic: (first, last tokens, low, high mu): s = e^mu with mu linear in the number of image tokens.
+    mu: what it follows in place of that, where the number of steps counts too; the rest of dynamic is what folders say.
     terminal: the last time that is walked to, stretched to it. walks: its pipeline walks from 1 to 1/n; else the
     scheduler chooses its own times.
     """
 
     s: float = 1.0
     dynamic: tuple[int, int, float, float] | None = None
+    mu: StepShift | None = None
     terminal: float | None = None
     walks: bool = True
 

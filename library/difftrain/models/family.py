@@ -167,7 +167,7 @@ class FamilyDrawer:
     def __init__(self, family: BaseFamily, parts: Parts, predict: Callable[[Inputs], Tensor] | None = None) -> None:
         self.family, self.parts, self._predict = family, parts, predict
         self.scheduler: Any = family.scheduler()
-        self.unit, self.walks = family.drawn_unit, family.shift.walks
+        self.unit, self.walks, self.mu = family.drawn_unit, family.shift.walks, family.shift.mu
 
     @property
     def modules(self) -> list[nn.Module]:

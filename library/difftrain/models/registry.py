@@ -219,6 +219,42 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
     ),
+    "flux2": _flow_row(
+        title="Flux.2",
+        network="Flux.2",
+        target="difftrain.models.families.flux2:Flux2",
+        pipeline="Flux2Pipeline",
+        parts={
+            "transformer": "diffusers:Flux2Transformer2DModel",
+            "vae": "diffusers:AutoencoderKLFlux2",
+            "text_encoder": "transformers:Mistral3ForConditionalGeneration",
+        },
+        encoders=("llm",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=("model.guidance", "model.train_only"),
+        reasons={"model.clip_skip": "flux2 reads three states of its language model"},
+        defaults={"save.model_as": "diffusers_safetensors"},
+    ),
+    "flux2_klein": _flow_row(
+        title="Flux.2 Klein",
+        network="Flux.2-Klein",
+        target="difftrain.models.families.flux2_klein:Flux2Klein",
+        pipeline="Flux2KleinPipeline",
+        parts={
+            "transformer": "diffusers:Flux2Transformer2DModel",
+            "vae": "diffusers:AutoencoderKLFlux2",
+            "text_encoder": "transformers:Qwen3ForCausalLM",
+        },
+        encoders=("llm",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=("model.train_only",),
+        reasons={"model.clip_skip": "flux2_klein reads three states of its language model"},
+        defaults={"save.model_as": "diffusers_safetensors"},
+    ),
     "chroma": _flow_row(
         title="Chroma1",
         network="Chroma1",
@@ -295,7 +331,7 @@ UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
     "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "hidream", "cosmos_predict2", "omnigen2",
-    "hunyuan_image", "auraflow", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
+    "hunyuan_image", "auraflow", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def draw_batch(
             conditions,
             model.unconditional([""] * len(captions), conditions, size_hw) if guidance > 1 else None,
             noise,
-            sampler=make_sampler(sampler, config, model.tokens(size_hw)),
+            sampler=make_sampler(sampler, config, model.tokens(size_hw), mu=model.mu),
             steps=steps,
             guidance=guidance,
             generator=generators,
@@ -187,7 +187,7 @@ def draw_one(
     # without guidance the unconditional pass is not needed
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
     name = prompt.sample_sampler or sampler
-    stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift)
+    stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift, mu=model.mu)
     conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale)
     device = next(iter(conditions.values())).device
     latents = walk(

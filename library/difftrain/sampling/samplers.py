@@ -6,13 +6,14 @@ import importlib.util
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ddpm import almost_zero_snr
 
+Mu = Callable[[int, int], float]  # (image tokens, steps) -> the logarithm of the shift
 # name -> class of diffusers, arguments beside the noise schedule
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     # kohya clips x_0 to [-1, 1] with DDIM, which is right for pixels; latents of unit variance go beyond it
@@ -67,17 +68,19 @@ def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
     return None
 
 
-def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None, *, shift: float | None = None) -> Any:
+def make_sampler(
+    name: str, config: Mapping[str, Any], tokens: int | None = None, *, shift: float | None = None, mu: Mu | None = None
+) -> Any:
     """Make a sampler from the configuration of a model's own scheduler. Raises ConfigFault where it cannot be used.
 
     tokens: of the picture, where the shift of a flow's times follows it. shift: of a flow's times, in place of the
-    model's own.
+    model's own. mu: how a shift that follows the size also follows the number of steps, where it does.
     """
     flow = is_flow(config)
     fault = sampler_fault(name, flow=flow)
     if fault:
         raise ConfigFault([Fault("sampler", fault)])
-    return _flow_sampler(name, config, tokens, shift) if flow else _sampler(name, config)
+    return _flow_sampler(name, config, tokens, shift, mu) if flow else _sampler(name, config)
 
 
 def _sampler(name: str, config: Mapping[str, Any]) -> Any:
@@ -99,7 +102,9 @@ def is_flow(config: Mapping[str, Any]) -> bool:
     return "shift" in config and "beta_schedule" not in config
 
 
-def _flow_sampler(name: str, config: Mapping[str, Any], tokens: int | None, shift: float | None) -> Any:
+def _flow_sampler(
+    name: str, config: Mapping[str, Any], tokens: int | None, shift: float | None, by_steps: Mu | None
+) -> Any:
     """Make a flow's sampler that walks the times of the model's own scheduler: where they follow the size, this one's."""
     import diffusers
 
@@ -112,7 +117,28 @@ def _flow_sampler(name: str, config: Mapping[str, Any], tokens: int | None, shif
     if "use_dynamic_shifting" in inspect.signature(made_from.__init__).parameters:
         sampler = made_from.from_config(config)
         sampler.set_timesteps = partial(sampler.set_timesteps, mu=mu)
+        if by_steps is not None:
+            sampler.set_timesteps = _with_mu(sampler.set_timesteps, partial(by_steps, tokens or low))
         return sampler
     sampler = made_from(num_train_timesteps=count, shift=math.exp(mu))
     sampler.sigma_min = 1 / count  # the last time before it is shifted, which is done to it where steps are chosen
+    if by_steps is not None:
+        set_times = sampler.set_timesteps
+
+        def set_timesteps(steps: int, device: Any = None) -> None:
+            sampler.register_to_config(shift=math.exp(by_steps(tokens or low, steps)))
+            set_times(steps, device)
+
+        sampler.set_timesteps = set_timesteps
     return sampler
+
+
+def _with_mu(set_timesteps: Callable[..., None], mu: Callable[[int], float]) -> Callable[..., None]:
+    """Let a sampler's times follow the number of steps."""
+
+    def by_steps(steps: int | None = None, *, sigmas: Sequence[float] | None = None, **options: Any) -> None:
+        count = steps if sigmas is None else len(sigmas)
+        assert count is not None, "a walk has steps or sigmas"
+        set_timesteps(steps, sigmas=sigmas, **{**options, "mu": mu(count)})
+
+    return by_steps

@@ -81,8 +81,8 @@ class Flux(ModelFamily):
         """Tell a distilled transformer the guidance of a drawn picture, else that of the training."""
         if guidance is None:
             return conditions
-        pooled = conditions["pooled"]
-        return conditions | {"guidance": torch.full((len(pooled),), guidance, device=pooled.device)}
+        tokens = conditions["tokens"]
+        return conditions | {"guidance": torch.full((len(tokens),), guidance, device=tokens.device)}
 
     def remarks(self) -> list[str]:
         """Say where a guidance is asked for that no weights are there to take."""

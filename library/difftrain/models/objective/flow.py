@@ -39,6 +39,7 @@ def time_of(section: FlowSection, token: int, shift: Shift | None = None, frames
         token=token,
         dynamic=dynamic,
         frames=frames,
+        mu=shift.mu if shift is not None else None,
     )
 
 

@@ -79,7 +79,8 @@ def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[st
     narrow = text.kind == "t5" and dtype == torch.float16
     num_chunks = ids.shape[1] if ids.ndim == 3 else 1
     with torch.autocast(ids.device.type, enabled=False) if narrow else nullcontext():
-        out = encoder(ids.flatten(0, 1) if ids.ndim == 3 else ids, return_dict=True, **options)
+        reader = encoder.base_model if text.kind == "llm" else encoder  # its words of a whole vocabulary nobody reads
+        out = reader(ids.flatten(0, 1) if ids.ndim == 3 else ids, return_dict=True, **options)
 
     # --- what of it is kept
     made: dict[str, Tensor] = {}

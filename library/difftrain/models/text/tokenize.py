@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: s
     if text.kind == "t5":
         t5 = T5Vocabulary.read(path) if path is not None else small_t5(size["vocab_size"])
         return t5, _too_many(where, t5, text, size) + _other_marks(where, t5, text, size)
-    llm = LlmVocabulary.read(path) if path is not None else LlmVocabulary.small(text.template, size["vocab_size"])
+    llm = LlmVocabulary.read(path) if path is not None else LlmVocabulary.small(text, size["vocab_size"])
     absent = [Fault(where, f"has no token {mark}, which {text.part}'s template holds", "the tokenizer of that model")
               for mark in llm.lacks(text.template)]  # fmt: skip
     return llm, _too_many(where, llm, text, size) + absent
@@ -106,8 +106,8 @@ class Tokenize:
     """Turn captions into {"input_ids_1": (B, L1), "mask_1": (B, L1), "input_ids_2": ...}, int64 and bool. Picklable.
 
     Each in its template, cut to its length. CLIP's: BOS, the caption, EOS, padding; T5's: the caption, EOS, padding;
-    a language model's: the template around the caption as its tokenizer reads it, padding. Masks are of what the encoder
-    reads, the template's head included.
+    a language model's: the template around the caption as its tokenizer reads it, and padding behind or before it. Masks
+    are of what the encoder reads, the template's head included.
     """
 
     def __init__(self, texts: Sequence[Text], vocabularies: Sequence[Any], lengths: Sequence[int]) -> None:
@@ -129,7 +129,8 @@ class Tokenize:
             mask = np.zeros(ids.shape, dtype=bool)
             for row, caption in enumerate(captions):
                 numbers = self._ids(position, caption, ids.shape[1])
-                ids[row, : len(numbers)], mask[row, : len(numbers)] = numbers, True
+                first = ids.shape[1] - len(numbers) if text.pads_left else 0
+                ids[row, first : first + len(numbers)], mask[row, first : first + len(numbers)] = numbers, True
             made[f"input_ids_{position}"] = torch.from_numpy(ids)
             if text.masked:
                 made[mask_name(self.texts, position)] = torch.from_numpy(mask)
@@ -140,11 +141,14 @@ class Tokenize:
         if text.kind == "t5":
             ids = self._backend(position).encode(plain, add_special_tokens=False).ids
             return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
-        return list(self._backend(position).encode(text.template.replace("{}", plain)).ids[:limit])
+        read = text.template.replace("{}", plain)
+        return list(self._backend(position).encode(read, add_special_tokens=not text.marked).ids[:limit])
 
     def _read(self, position: int, caption: str) -> str:
         """Return a caption as an encoder that is not CLIP's reads it; CLIP's tokenizer mends by itself."""
         plain = _plain(caption)
+        for mark in self.texts[position - 1].strips:
+            plain = plain.replace(mark, "")
         return html.unescape(html.unescape(mended(plain))).strip() if self.texts[position - 1].mends else plain
 
     @property
@@ -165,6 +169,7 @@ class Tokenize:
         for position, text in enumerate(self.texts, start=1):
             if text.kind != "clip":
                 template = [] if text.template == "{}" else [text.template]
+                template += ["in front"] if text.pads_left else []
                 parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
             elif (clip := self._clip_identity(position)) not in parts:
                 parts.append(clip)
@@ -176,6 +181,7 @@ class Tokenize:
         if text.kind == "clip":
             return f"tokens {self._clip_identity(position)}"
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
+        read += ", which is in front" if text.pads_left else ""
         template = "" if text.template == "{}" else f" in {text.template!r}"
         return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 
@@ -273,11 +279,13 @@ def small_t5(size: int) -> T5Vocabulary:
 
 
 PAD = "<|endoftext|>"
-_MARK = re.compile(r"<\|[^|<>]+\|>|<[A-Z][A-Za-z ]+>")  # <|im_start|>, <Prompt Start>
+# <|im_start|>, <s>, </think>, [INST], and <Prompt Start>, which is plain text to some
+_MARK = re.compile(r"<\|[^|<>]+\|>|</?[a-z]+>|\[/?[A-Z_]+\]|<[A-Z][A-Za-z ]+>")
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # of what reads pictures too
 # what may lie beside a tokenizer.json, and is exported with it
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "chat_template.jinja", "tokenizer.model",
+    "chat_template.jinja", "tokenizer.model", *_PROCESSORS,
 )  # fmt: skip
 
 
@@ -285,13 +293,13 @@ _FILES = (
 class LlmVocabulary:
     """A tokenizer.json, as text. pad: the token that fills up. folder: where it lay, whose files are exported.
 
-    chat: the template of a small one, for pipelines that have their tokenizer lay it around a caption.
+    settings: of a small one, more of its tokenizer_config.json.
     """
 
     content: str
     pad: str = PAD
     folder: Path | None = None
-    chat: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> LlmVocabulary:
@@ -314,9 +322,9 @@ class LlmVocabulary:
         return vocabulary
 
     @classmethod
-    def small(cls, template: str, size: int) -> LlmVocabulary:
+    def small(cls, text: Text, size: int) -> LlmVocabulary:
         """Make one of 256 bytes and a template's marks. Raises ValueError where there is no room for them."""
-        marks = list(dict.fromkeys([PAD, *marks_of(template)]))
+        marks = list(dict.fromkeys([PAD, *marks_of(text.template)]))
         if 256 + len(marks) > size:
             raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
         added = [
@@ -332,10 +340,18 @@ class LlmVocabulary:
                       "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
                       "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
         }  # fmt: skip
-        return cls(json.dumps(content, ensure_ascii=False), chat=template)
+        settings: dict[str, Any] = {"padding_side": "left"} if text.pads_left else {}
+        if text.template != "{}":
+            settings["chat_template"] = _chat(*text.template.split("{}"))
+        return cls(json.dumps(content, ensure_ascii=False), settings=settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"content": self.content, "pad": self.pad, "folder": self.folder, "chat": self.chat}
+        return {key: self.__dict__[key] for key in ("content", "pad", "folder", "settings")}
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Tell whether it is a processor's, which also prepares pictures."""
+        return self.folder is not None and any((self.folder / name).is_file() for name in _PROCESSORS)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -352,7 +368,8 @@ class LlmVocabulary:
     def lacks(self, template: str) -> list[str]:
         """Name the marks of a template that are no tokens here: they would be read as plain text."""
         backend = self.backend()
-        return [mark for mark in marks_of(template) if mark.startswith("<|") and backend.token_to_id(mark) is None]
+        marks = [mark for mark in marks_of(template) if not re.match("<[A-Z]", mark)]
+        return [mark for mark in marks if backend.token_to_id(mark) is None]
 
     def backend(self) -> Tokenizer:
         """Build the tokenizer that turns text into ids, without padding and cutting."""
@@ -372,14 +389,19 @@ class LlmVocabulary:
         config = {
             "tokenizer_class": "Qwen2Tokenizer", "pad_token": self.pad, "eos_token": self.pad, "unk_token": None,
             "add_prefix_space": False, "additional_special_tokens": [mark for mark in marks if mark != self.pad],
+            **self.settings,
         }  # fmt: skip
-        before, _, behind = self.chat.partition("{}")
-        words = (json.dumps(before), "messages[-1]['content']", json.dumps(behind))
-        config["chat_template"] = f"{{{{ {' + '.join(words)} }}}}"  # in Jinja, of one message
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         vocabulary = json.dumps(model["model"]["vocab"], ensure_ascii=False)
         (folder / "vocab.json").write_text(vocabulary, encoding="utf-8")
         (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+
+
+def _chat(before: str, after: str) -> str:
+    """Return the chat template that puts these around what a user says; what a system says is in them already."""
+    content = "message['content'] if message['content'] is string else message['content'][0]['text']"
+    turn = f"{{{{ {json.dumps(before)} + ({content}) + {json.dumps(after)} }}}}"
+    return f"{{% for message in messages if message['role'] == 'user' %}}{turn}{{% endfor %}}"
 
 
 def marks_of(template: str) -> Iterable[str]:

@@ -7,8 +7,12 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from difftrain.io.files import aside_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CARD = "README.md"  # beside an export: how to draw with it
 WRITTEN_BY = "Written by difftrain"  # in each such page: another page of that name is the user's own
@@ -92,6 +96,12 @@ _PREFIXES: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.language_model.", "model."),
         ("model.visual.", "visual."),
     ),
+    "Mistral3ForConditionalGeneration": (
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("lm_head.", "language_model.lm_head."),
+    ),
 }
 # class -> (name in the module that is a second name of another, that other): one table of words
 _TIED: dict[str, tuple[tuple[str, str], ...]] = {
@@ -127,6 +137,14 @@ def tied(kind: str) -> tuple[tuple[str, str], ...]:
 def is_second_name(kind: str, name: str) -> bool:
     """Tell a name that a tensor has beside its first: it is neither written nor drawn."""
     return any(second_name == name for second_name, _ in tied(kind))
+
+
+def second_names(kind: str, module: nn.Module) -> set[str]:
+    """Return the second names of a module's tensors: those of its class, and what its sizes tie.
+
+    transformers says it: a module that was moved to the meta device is tied no longer.
+    """
+    return {second_name for second_name, _ in tied(kind)} | set(getattr(module, "all_tied_weights_keys", None) or {})
 
 
 def _other_names(kind: str, name: str) -> tuple[str, ...]:

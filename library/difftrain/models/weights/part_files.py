@@ -27,7 +27,14 @@ from difftrain.models.weights.files import (
     read_json,
 )
 from difftrain.models.weights.fingerprints import Stamp, of_files, of_tensors, stamp
-from difftrain.models.weights.folder_export import file_name, is_second_name, plain_files, stored_name, tied
+from difftrain.models.weights.folder_export import (
+    file_name,
+    is_second_name,
+    plain_files,
+    second_names,
+    stored_name,
+    tied,
+)
 from difftrain.models.weights.infer import differences, looks_like
 from difftrain.models.weights.keys import KeyMap, KeyPiece, Rule
 
@@ -115,7 +122,8 @@ class PartFiles:
     def key_map(self, module: nn.Module) -> KeyMap:
         """Say where each tensor of a module lies: by its own name, else by the table of the original layout."""
         tensors = module.state_dict()
-        expected = {name: tuple(v.shape) for name, v in tensors.items() if not is_second_name(self.kind, name)}
+        second = second_names(self.kind, module)
+        expected = {name: tuple(v.shape) for name, v in tensors.items() if name not in second}
         keys = self._located.keys()
         own = {name: stored_name(self.kind, name, keys) for name in expected}
         plain = KeyMap(expected, lambda name: KeyPiece(own[name]))
@@ -149,7 +157,9 @@ class PartFiles:
     def faults(self, module: nn.Module) -> list[Fault]:
         """Compare names and shapes with those of a module."""
         try:
-            lines = differences(self.key_map(module).stored, self.shapes)
+            second = {file_name(self.kind, name) for name in second_names(self.kind, module)}
+            own = {name: shape for name, shape in self.shapes.items() if name not in second}
+            lines = differences(self.key_map(module).stored, own)
         except KeyError as error:
             lines = [str(error)]
         if not lines:
