@@ -165,6 +165,8 @@ def test_a_language_model_without_tokenizer_json(name: str, tiny: Tiny, copy: Pa
 
 def test_a_vocabulary_without_the_marks_of_the_template(name: str, tiny: Tiny, copy: Path) -> None:
     number = llm_of(tiny)
+    if not any(mark.startswith("<|") for mark in marks_of(tiny.family.texts[number - 1].template)):
+        pytest.skip("its template has no marks that a vocabulary must know")
     file = copy / tiny.family.texts[number - 1].tokenizer / "tokenizer.json"
     content = json.loads(file.read_text())
     mark = next(iter(marks_of(tiny.family.texts[number - 1].template)))

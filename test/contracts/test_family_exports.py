@@ -231,6 +231,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3Model": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3ForCausalLM": (_QWEN3, "lm_head.weight"),
     "Mistral3ForConditionalGeneration": (_MISTRAL3, "language_model.model.layers.0.self_attn.q_proj.weight"),
+    "Gemma2Model": (_QWEN3, "layers.0.self_attn.q_proj.weight"),
 }
 
 

@@ -55,25 +55,37 @@ def inside(made: Stepped, wanted: Callable[[nn.Module], object]) -> tuple[str, A
 @contextlib.contextmanager
 def other_gelu(made: Stepped) -> Iterator[str]:
     """One feed-forward layer has the other of the two GELUs, or a GELU in place of a SiLU."""
-    kinds = ("GELU", "GEGLU", "Flux2SwiGLU")
-    if not any(type(each).__name__ in kinds for each in block(made)[1].modules()):
+    kinds = ("GELU", "GEGLU", "Flux2SwiGLU", "FP32SiLU")
+    if not any(type(each).__name__ in kinds or is_gated(each) for each in block(made)[1].modules()):
         pytest.skip("its feed-forward layers have none")
-    name, module = inside(made, lambda each: type(each).__name__ in kinds)
+    name, module = inside(made, lambda each: type(each).__name__ in kinds or is_gated(each))
+    forward = module.forward
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         value, gate = module.proj(x).chunk(2, dim=-1)
         return value * F.gelu(gate, approximate="tanh")
 
     def plain(x: torch.Tensor) -> torch.Tensor:
-        assert module.approximate == "tanh"
-        return F.gelu(module.proj(x) if hasattr(module, "proj") else x)
+        other = "none" if module.approximate == "tanh" else "tanh"
+        return F.gelu(module.proj(x) if hasattr(module, "proj") else x, approximate=other)
+
+    def no_silu(x: torch.Tensor) -> torch.Tensor:
+        with attribute(F, "silu", lambda x, *_, **__: F.gelu(x)):
+            return forward(x)
 
     def folded(x: torch.Tensor) -> torch.Tensor:
         gate, value = x.chunk(2, dim=-1)
         return F.gelu(gate) * value
 
-    with attribute(module, "forward", {"GEGLU": gated, "GELU": plain}.get(type(module).__name__, folded)):
+    ways = {"GEGLU": gated, "GELU": plain, "Flux2SwiGLU": folded}
+    with attribute(module, "forward", ways.get(type(module).__name__, no_silu)):
         yield name
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Tell a feed-forward layer that gates by SiLU inside, with no module of its own for that."""
+    names = dict(module.named_children())
+    return type(module).__name__.endswith("FeedForward") and "linear_1" in names and "silu" not in names
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ def set_attention(module: nn.Module, fused: bool) -> int:
     if not callable(getattr(module, "set_attn_implementation", None)) or not _register():
         return 0
     model: Any = module
+    if not getattr(model, "_supports_sdpa", True):  # its scores are capped, which no fused operator does: Gemma 2
+        return 0
     model.set_attn_implementation(_NAMES[fused])
     if model.config._attn_implementation != _NAMES[fused]:  # a model that has one way only
         return 0

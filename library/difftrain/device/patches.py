@@ -90,6 +90,15 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers.models.transformers.transformer_z_image",
     ),
     Patch(
+        "complex_rotary_of_grouped_heads",
+        "diffusers",
+        ("0.33.0", "0.43.0"),
+        "none yet: models/transformers/transformer_lumina2.py, Lumina2RotaryPosEmbed",
+        "its rotary tables are complex numbers of twice fp64, which not every device has, and rotate in fp64",
+        "difftrain.device.rotary:GROUPED",
+        "diffusers.models.transformers.transformer_lumina2",
+    ),
+    Patch(
         "native_npu",
         "diffusers",
         ("0.36.0", "0.43.0"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from difftrain.device.fused_layers import rotate_pairs
 from difftrain.device.patches import PatchHook, Undo
 
@@ -103,3 +105,46 @@ def _put_one() -> Undo:
 
 
 ONE_STREAM = PatchHook(_is_complex_of_one, _put_one)
+
+
+# ------------------------------------------------------------------ fewer heads of keys and values
+
+
+def _has_complex_tables() -> bool:
+    from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
+
+    return Lumina2RotaryPosEmbed(10000, [4], [2]).freqs_cis[0].is_complex()
+
+
+def _put_real_pairs() -> Undo:
+    """Lay a cosine and a sine, side by side, where a complex number is: fp32 of tables made in fp64, on the host."""
+    from diffusers.models import embeddings
+    from diffusers.models.transformers import transformer_lumina2
+
+    home: Any = transformer_lumina2
+    embed = home.Lumina2RotaryPosEmbed
+    complex_of, upstream = embed._precompute_freqs_cis, home.apply_rotary_emb
+
+    def precompute(self: Any, *args: Any) -> list[Tensor]:
+        return [torch.view_as_real(table).flatten(-2).float() for table in complex_of(self, *args)]
+
+    def rotated(x: Tensor, freqs_cis: Any, use_real: bool = True, *args: Any, **options: Any) -> Any:
+        if not use_real and isinstance(freqs_cis, torch.Tensor) and not freqs_cis.is_complex():
+            return rotate_pairs(x, tables_of_pairs(freqs_cis))
+        return embeddings.apply_rotary_emb(x, freqs_cis, use_real, *args, **options)
+
+    embed._precompute_freqs_cis, home.apply_rotary_emb = precompute, rotated
+
+    def undo() -> None:
+        embed._precompute_freqs_cis, home.apply_rotary_emb = complex_of, upstream
+
+    return undo
+
+
+def tables_of_pairs(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, as fused_layers.real_tables, of both side by side. Shapes: (..., D) -> (..., D) each."""
+    cos, sin = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+GROUPED = PatchHook(_has_complex_tables, _put_real_pairs)

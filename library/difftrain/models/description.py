@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -53,7 +54,8 @@ class Description:
     trained though no output depends on them: their gradient is zeros), leaving (pattern of those that are used behind the last block), lora, options, vae_scales (of a
     VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
     beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
-    kohya_name (what headers call it), needed (sizes of a part that have to be said), one_file (of all parts in the
+    kohya_name (what headers call it), needed (sizes of a part that have to be said), counts (sizes that count positions,
+    where other classes say a side of them), one_file (of all parts in the
     original layout), as_trained (folder of an export with the
     denoiser as it is trained, where the export's is another).
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
@@ -79,12 +81,12 @@ class Description:
     vae_scales: Mapping[str, Any] | None = MappingProxyType({})
     folders: Mapping[str, str] = {}
     beside_sizes: tuple[str, ...] = ()
-    tokenizer_classes: Mapping[str, str] = {"clip": "CLIPTokenizer", "t5": "T5TokenizerFast", "llm": "Qwen2Tokenizer"}
     index: Mapping[str, Any] = {}
     modelspec: str = ""
     as_trained: str = ""
     kohya_name: str = ""
     needed: Mapping[str, tuple[str, ...]] = {}
+    counts: tuple[str, ...] = ()
     one_file: OneFile | None = None
     named_hashes: bool = False
     widens_text: bool = True
@@ -164,7 +166,7 @@ class Description:
         """Find sizes of a part that have to be said and are not, and counts that are none. where: of the section."""
         needed = [*known.needed(self.parts[part]), *self.needed.get(part, ())]
         problems = [Fault(where, f"{key!r} is missing") for key in needed if section.get(key) is None]
-        problems += size_faults(section, known.complete(self.parts[part], {}), where)
+        problems += size_faults(section, known.complete(self.parts[part], {}), where, self.counts)
         named = {fault.where for fault in problems}
         for key in needed:
             if f"{where} {key}" in named:
@@ -238,7 +240,7 @@ class Description:
 
     def tokenizer_class(self, text: Text, vocabulary: Any) -> str:
         """Name the class of transformers that a text encoder's vocabulary is exported for."""
-        return self.tokenizer_classes[text.kind]
+        return str(vocabulary.tokenizer_class)
 
     def built_in(self) -> list[str]:
         """Say which stored text encoders are read with a vocabulary of ours, because their folder has none."""
@@ -250,6 +252,13 @@ class Description:
     def tokenizer(self, parts: Parts) -> Tokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""
         return Tokenize(self.texts, self.vocabularies, self.lengths)
+
+    def negatives(self, parts: Parts) -> Tokenize:
+        """Return the function from negative prompts to token ids: some are read without what stands around captions."""
+        if not any(text.bare for text in self.texts):
+            return self.tokenizer(parts)
+        texts = [replace(text, template=text.bare or text.template) for text in self.texts]
+        return Tokenize(texts, self.vocabularies, self.lengths)
 
     def is_base(self, name: str) -> bool:
         """Tell whether a parameter of the denoiser is held as its source has it: `train_only` names others."""

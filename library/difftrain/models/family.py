@@ -199,9 +199,15 @@ class FamilyDrawer:
         self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
     ) -> dict[str, Tensor]:
         """Encode prompts as training encodes captions, by encoders that are trained too. guidance: embedded, where the model is told one."""
-        device = next(self.parts.root.parameters()).device
-        features = self.family.tokenizer(self.parts)(prompts) | self.family.size_features(size_hw, len(prompts))
-        rows = torch.arange(len(prompts))
+        return self._encoded(self.family.tokenizer(self.parts)(prompts), size_hw, guidance)
+
+    def _encoded(
+        self, tokens: dict[str, Tensor], size_hw: tuple[int, int], guidance: float | None
+    ) -> dict[str, Tensor]:
+        """Encode what a tokenizer made."""
+        device, count = next(self.parts.root.parameters()).device, len(next(iter(tokens.values())))
+        features = tokens | self.family.size_features(size_hw, count)
+        rows = torch.arange(count)
         batch = Batch(Bucket(*size_hw), rows, rows, {name: value.to(device) for name, value in features.items()}, {})
         root: Any = self.parts.root
         return self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
@@ -215,7 +221,10 @@ class FamilyDrawer:
     ) -> dict[str, Tensor]:
         """Encode negative prompts, one for each of the conditions; no text is what the training took for it."""
         without = None if any(negatives) else self.family.without_text(conditions)
-        return self.conditions(negatives, size_hw, guidance) if without is None else without
+        if without is not None:
+            return without
+        with torch.no_grad():
+            return self._encoded(self.family.negatives(self.parts)(negatives), size_hw, guidance)
 
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""

@@ -26,6 +26,7 @@ class Tokens:
 
     temb: of a network whose blocks take modulations of their own those that are left, (B, M, D).
     size: of the latents in tokens, ([F,] h, w). rope: positions, whatever the blocks take. more: what else they take.
+    member: the list that the next block is of, where several lists have blocks of one kind.
     """
 
     image: Tensor
@@ -34,6 +35,7 @@ class Tokens:
     size: tuple[int, ...]
     rope: Any = None
     more: dict[str, Any] = field(default_factory=dict)
+    member: str = ""
 
 
 class BlockLists(Protocol):
@@ -99,8 +101,8 @@ def run(
 ) -> PassOutputs:
     """Predict. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
     underway = entered(family.enter(net, x_t, t, conditions), plan)
-    for number, (_, block) in enumerate(blocks_of(family, net), start=1):
-        underway = passed(family, net, number, block, underway, plan)
+    for number, (name, block) in enumerate(blocks_of(family, net), start=1):
+        underway = passed(family, net, number, block, underway, plan, name.rpartition(".")[0])
     return left(family, net, underway, plan)
 
 
@@ -109,14 +111,16 @@ def entered(tokens: Tokens, plan: PassPlan) -> Underway:
     return Underway(tokens, text_after={0: tokens.text} if 0 in plan.text and tokens.text is not None else {})
 
 
-def passed(family: Blocks, net: Any, number: int, block: nn.Module, underway: Underway, plan: PassPlan) -> Underway:
-    """Run block `number`, counted from 1."""
+def passed(
+    family: Blocks, net: Any, number: int, block: nn.Module, underway: Underway, plan: PassPlan, member: str
+) -> Underway:
+    """Run block `number`, counted from 1, of the list `member`."""
     tokens, kept, waiting = underway.tokens, plan.kept, underway.waiting
     if kept is not None and number == kept.span.first:
         # those that are masked for good are waited for by nobody
         waiting = None if kept.span.last is None else tokens.image
         tokens = replace(tokens, image=chosen(tokens.image, kept.places))
-    tokens = through(family, net, block, tokens)
+    tokens = through(family, net, block, replace(tokens, member=member))
     if kept is not None and number == kept.span.last and waiting is not None:
         tokens, waiting = replace(tokens, image=returned(waiting, kept.places, tokens.image)), None
     text_after, image_after = underway.text_after, underway.image_after

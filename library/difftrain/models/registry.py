@@ -324,14 +324,48 @@ FAMILIES: dict[str, FamilyRow] = {
         reasons={"model.clip_skip": "z_image reads the hidden states before the last layer of Qwen3"},
         defaults={"save.model_as": "diffusers_safetensors"},
     ),
+    "auraflow": _flow_row(
+        title="AuraFlow",
+        network="AuraFlow",
+        target="difftrain.models.families.auraflow:AuraFlow",
+        pipeline="AuraFlowPipeline",
+        parts={
+            "transformer": "diffusers:AuraFlowTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:UMT5EncoderModel",
+        },
+        encoders=("umt5",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=(*_ROUTED_FIELDS, "model.train_only"),
+        defaults={"model.t5_max_length": 256, "save.model_as": "diffusers_safetensors"},
+    ),
+    "lumina_2": _flow_row(
+        title="Lumina Image 2.0",
+        network="Lumina2",
+        target="difftrain.models.families.lumina_2:Lumina2",
+        pipeline="Lumina2Pipeline",
+        parts={
+            "transformer": "diffusers:Lumina2Transformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:Gemma2Model",
+        },
+        encoders=("llm",),
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        trains=("full",),
+        takes=("model.train_only",),
+        defaults={"save.model_as": "diffusers_safetensors"},
+    ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
 UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "hidream", "cosmos_predict2", "omnigen2",
-    "hunyuan_image", "auraflow", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
+    "ltx-video", "hunyuan-video", "cosmos", "hidream", "cosmos_predict2", "omnigen2",
+    "hunyuan_image", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

@@ -97,7 +97,8 @@ class TransformerChain:
         """Run block `number`, counted from 0."""
         root, plan = self._root, self._plan(carry, layout)
         underway, block = self._unpacked(carry, layout), root.get_submodule(self.units[number])
-        underway = passes.passed(self._family, root.denoiser, number + 1, block, underway, plan)
+        member = self.units[number].removeprefix(f"{root.part}.").rpartition(".")[0]
+        underway = passes.passed(self._family, root.denoiser, number + 1, block, underway, plan, member)
         return self._packed(underway, carry, layout, number + 1)
 
     def leave(self, carry: Carry, layout: PassLayout) -> tuple[Tensor, ...]:

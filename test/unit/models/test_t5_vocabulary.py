@@ -129,6 +129,61 @@ def test_a_folder_is_written_and_read(tmp_path: Path) -> None:
     assert T5Vocabulary(json.dumps(other)).digest == small_t5(384).digest
 
 
+def llama_like(folder: Path, pad: str) -> None:
+    """Write a small tokenizer of the kind that Pile-T5 has, Llama's: BPE over blanks, bytes for what is unknown."""
+    letters = "▁acdehorst"
+    merges = ["▁ c", "a t", "▁c at", "▁ r", "e d", "▁r ed"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *letters,
+        *(m.replace(" ", "") for m in merges),
+    ]
+    marks = [
+        {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for i in range(3)
+    ]  # fmt: skip
+    steps = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": marks,
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
+                  "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad, "add_eos_token": True}))
+
+
+def test_a_bpe_vocabulary_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers import LlamaTokenizerFast
+
+    llama_like(tmp_path / "own", "<s>")
+    found = T5Vocabulary.read(tmp_path / "own")
+    assert (found.eos_id, found.pad_id, len(found)) == (2, 1, 275) and found.tokenizer_class == "LlamaTokenizerFast"
+    found.save(tmp_path / "written")
+    assert T5Vocabulary.read(tmp_path / "written") == found == pickle.loads(pickle.dumps(found))
+    theirs = LlamaTokenizerFast.from_pretrained(tmp_path / "written")
+    tokens = Tokenize((T5_MASKED,), (found,), (12,))
+    captions = ["a red cat", "", "red", "é cats  there", "cat " * 20]
+    made = tokens(captions)
+    other = theirs(captions, truncation=True, max_length=12, padding="max_length", return_tensors="pt")
+    assert torch.equal(made["input_ids_1"], other["input_ids"])
+    assert torch.equal(made["t5_mask"], other["attention_mask"].bool())
+
+    llama_like(tmp_path / "other", "<pad>")
+    with pytest.raises(ValueError, match=r"has no <pad>"):
+        T5Vocabulary.read(tmp_path / "other")
+
+
 def message(number: int, data: bytes) -> bytes:
     """Write one field of a protocol buffer."""
     size = len(data)
@@ -169,7 +224,8 @@ def test_a_spiece_model_reads_as_its_tokenizer_json(real: T5Vocabulary, tmp_path
     [
         ("tokenizer.json", "{", "is not JSON"),
         ("tokenizer.json", "[]", r"tokenizer\.json of T5"),
-        ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {}}}), "not a T5 tokenizer"),
+        ("tokenizer.json", json.dumps({"model": {"type": "WordLevel", "vocab": {}}}), "not a T5 tokenizer"),
+        ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"</s>": 0}}}), " no <pad>"),
         ("tokenizer.json", json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}), " no <pad>, </s>"),
         ("spiece.model", "nothing", r"spiece\.model of T5"),
         ("other.txt", "", r"tokenizer\.json .*spiece\.model"),

@@ -48,6 +48,7 @@ class ClipVocabulary:
     merges: tuple[tuple[str, str], ...]
     pad: str = EOS
     length: int = LENGTH
+    tokenizer_class = "CLIPTokenizer"  # of transformers, that reads what `save` writes
 
     @classmethod
     def from_merges(cls, merges: Iterable[tuple[str, str]], pad: str = EOS) -> ClipVocabulary:

@@ -1,7 +1,8 @@
-"""T5's Unigram vocabularies: a tokenizer.json as it is shipped, or a small one learned from text.
+"""T5's vocabularies: a tokenizer.json as it is shipped, or a small one learned from text.
 
 What turns text into ids is the `tokenizers` library on the very tokenizer.json, so every version of T5's rules
-(character map, white space, dummy prefix) holds as its file has it. A bare spiece.model is turned into one.
+(character map, white space, dummy prefix) holds as its file has it. A bare spiece.model is turned into one. T5's own are
+Unigram models; Pile-T5 has Llama's, a BPE model, whose folder says by which token texts are filled up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.io.files import read_regular
+from difftrain.io.files import read_json_object, read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,14 +32,16 @@ _MOST_IDS, _MOST_BYTES = 1 << 24, 1 << 27
 SENTINELS = 100  # that T5's tokenizers have behind the pieces of their spiece.model
 META = "▁"  # stands for the blank before a word
 JSON, PIECES = "tokenizer.json", "spiece.model"
+BPE = "BPE"  # kind of model
 _RULES = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # of a tokenizer.json what decides ids
 
 
 @dataclass(frozen=True)
 class T5Vocabulary:
-    """A tokenizer.json of T5, as text."""
+    """A tokenizer.json of T5, as text. pad: the token that texts are filled up with."""
 
     content: str
+    pad: str = PAD
 
     @classmethod
     def read(cls, path: Path) -> T5Vocabulary:
@@ -52,9 +55,13 @@ class T5Vocabulary:
             if not files:
                 raise ValueError(f"{path} holds neither {JSON} nor {PIECES}")
             file = files[0]
-        if file.suffix == ".model":
-            return cls(_checked(_converted(file), file))
-        return cls(_checked(read_regular(file, _MOST_BYTES).decode("utf-8"), file))
+        text = _converted(file) if file.suffix == ".model" else read_regular(file, _MOST_BYTES).decode("utf-8")
+        content = _content_of(text, file)
+        pad = _pad_of(file.parent) if content["model"].get("type") == BPE else PAD
+        missing = [mark for mark in (pad, EOS) if mark not in _ids(content)]
+        if missing:
+            raise ValueError(f"{file} is not a T5 vocabulary: it has no {', '.join(missing)}")
+        return cls(text, pad)
 
     @classmethod
     def learn(cls, text: str, size: int) -> T5Vocabulary:
@@ -79,7 +86,7 @@ class T5Vocabulary:
         return json.loads(self.content)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"content": self.content}
+        return {"content": self.content, "pad": self.pad}
 
     @property
     def eos_id(self) -> int:
@@ -87,7 +94,12 @@ class T5Vocabulary:
 
     @property
     def pad_id(self) -> int:
-        return self._id(PAD)
+        return self._id(self.pad)
+
+    @property
+    def tokenizer_class(self) -> str:
+        """Name the class of transformers that reads what `save` writes."""
+        return "LlamaTokenizerFast" if self._parsed["model"].get("type") == BPE else "T5TokenizerFast"
 
     def _id(self, token: str) -> int:
         return _ids(self._parsed)[token]
@@ -98,7 +110,8 @@ class T5Vocabulary:
     @functools.cached_property
     def digest(self) -> str:
         """Return what tells it from others: all that decides the ids of a text."""
-        rules = json.dumps({key: self._parsed.get(key) for key in _RULES}, sort_keys=True)
+        decisive = {key: self._parsed.get(key) for key in _RULES} | ({} if self.pad == PAD else {"pad": self.pad})
+        rules = json.dumps(decisive, sort_keys=True)
         return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
 
     def backend(self) -> Tokenizer:
@@ -106,11 +119,15 @@ class T5Vocabulary:
         return bare_tokenizer(self.content)
 
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers' T5TokenizerFast loads."""
+        """Write a folder that transformers' own class loads: without a first token, with EOS behind the text."""
         folder.mkdir(parents=True, exist_ok=True)
-        marks = {"eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
-        extra = sum(token.startswith("<extra_id_") for token in _ids(self._parsed))
-        config = {"tokenizer_class": "T5Tokenizer", "model_max_length": 512, "extra_ids": extra} | marks
+        marks = {"eos_token": EOS, "unk_token": UNK, "pad_token": self.pad}
+        config: dict[str, Any] = {"tokenizer_class": self.tokenizer_class.removesuffix("Fast"), "model_max_length": 512}
+        if config["tokenizer_class"] == "T5Tokenizer":
+            config["extra_ids"] = sum(token.startswith("<extra_id_") for token in _ids(self._parsed))
+        else:
+            config |= {"add_bos_token": False, "add_eos_token": True, "padding_side": "right"}
+        config |= marks
         (folder / JSON).write_text(self.content, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
@@ -172,19 +189,33 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
 
 
 def _ids(content: dict[str, Any]) -> dict[str, int]:
-    ids = {piece: i for i, (piece, _) in enumerate(content["model"]["vocab"])}
+    vocab = content["model"]["vocab"]
+    ids = dict(vocab) if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
     return ids | {token["content"]: token["id"] for token in content.get("added_tokens") or []}
 
 
-def _checked(text: str, path: Path) -> str:
+def _pad_of(folder: Path) -> str:
+    """Return the token that the files beside a vocabulary name, to fill texts up with."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        pad = (read_json_object(folder / name) or {}).get("pad_token")
+        pad = pad.get("content") if isinstance(pad, dict) else pad
+        if isinstance(pad, str):
+            return pad
+    return PAD
+
+
+def _content_of(text: str, path: Path) -> dict[str, Any]:
+    """Read a tokenizer.json of a kind that T5s have. Raises ValueError that says why it is none."""
     try:
-        content = json.loads(text)
+        content: dict[str, Any] = json.loads(text)
         model = content["model"]
         # files of older versions do not name the kind
-        if model.get("type", "Unigram") != "Unigram" or not isinstance(model["vocab"], list):
-            raise ValueError(f"{path} is not a T5 tokenizer (a Unigram model), but {model.get('type', 'unnamed')}")
+        kind, vocab = model.get("type", "Unigram"), model["vocab"]
+        if kind not in ("Unigram", BPE) or not isinstance(vocab, dict if kind == BPE else list):
+            what = f"{path} is not a T5 tokenizer (a Unigram or BPE model), but {model.get('type', 'unnamed')}"
+            raise ValueError(what)
         ids = _ids(content)
-        if not all(isinstance(piece, str) and math.isfinite(score) for piece, score in model["vocab"]):
+        if kind == "Unigram" and not all(isinstance(piece, str) and math.isfinite(score) for piece, score in vocab):
             raise TypeError("a piece is not text, or its score is not a number")
         if not all(type(number) is int and 0 <= number < _MOST_IDS for number in ids.values()):
             raise TypeError("an id is not a whole number, or is too large")
@@ -194,10 +225,7 @@ def _checked(text: str, path: Path) -> str:
         raise ValueError(f"{path} is not a tokenizer.json of T5: {error!r}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    missing = [mark for mark in (PAD, EOS) if mark not in ids]
-    if missing:
-        raise ValueError(f"{path} is not a T5 vocabulary: it has no {', '.join(missing)}")
-    return text
+    return content
 
 
 def _converted(path: Path) -> str:

@@ -94,7 +94,9 @@ def _too_many(where: str, vocabulary: Any, text: Text, size: Mapping[str, Any]) 
 
 
 def _other_marks(where: str, vocabulary: T5Vocabulary, text: Text, size: Mapping[str, Any]) -> list[Fault]:
-    rows = (("ends", vocabulary.eos_id, "eos_token_id", 1), ("fills up", vocabulary.pad_id, "pad_token_id", 0))
+    rows = [("ends", vocabulary.eos_id, "eos_token_id", 1)]
+    if not (text.masked and text.reads_mask):  # else nobody sees what texts are filled up with
+        rows.append(("fills up", vocabulary.pad_id, "pad_token_id", 0))
     return [
         Fault(where, f"{what} texts with id {ours}, {text.part} expects {size.get(key, usual)}")
         for what, ours, key, usual in rows
@@ -141,7 +143,8 @@ class Tokenize:
         if text.kind == "t5":
             ids = self._backend(position).encode(plain, add_special_tokens=False).ids
             return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
-        read = text.template.replace("{}", plain)
+        template = text.template if plain or not text.bare else text.bare
+        read = template.replace("{}", plain)
         return list(self._backend(position).encode(read, add_special_tokens=not text.marked).ids[:limit])
 
     def _read(self, position: int, caption: str) -> str:
@@ -170,6 +173,7 @@ class Tokenize:
             if text.kind != "clip":
                 template = [] if text.template == "{}" else [text.template]
                 template += ["in front"] if text.pads_left else []
+                template += ["bare", text.bare] if text.bare else []
                 parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
             elif (clip := self._clip_identity(position)) not in parts:
                 parts.append(clip)
@@ -183,6 +187,7 @@ class Tokenize:
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
         read += ", which is in front" if text.pads_left else ""
         template = "" if text.template == "{}" else f" in {text.template!r}"
+        template += f", none in {text.bare!r}" if text.bare else ""
         return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 
     def _clip_identity(self, position: int) -> str:
@@ -279,6 +284,7 @@ def small_t5(size: int) -> T5Vocabulary:
 
 
 PAD = "<|endoftext|>"
+BOS = "<|startoftext|>"
 # <|im_start|>, <s>, </think>, [INST], and <Prompt Start>, which is plain text to some
 _MARK = re.compile(r"<\|[^|<>]+\|>|</?[a-z]+>|\[/?[A-Z_]+\]|<[A-Z][A-Za-z ]+>")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # of what reads pictures too
@@ -323,8 +329,11 @@ class LlmVocabulary:
 
     @classmethod
     def small(cls, text: Text, size: int) -> LlmVocabulary:
-        """Make one of 256 bytes and a template's marks. Raises ValueError where there is no room for them."""
-        marks = list(dict.fromkeys([PAD, *marks_of(text.template)]))
+        """Make one of 256 bytes and a template's marks. Raises ValueError where there is no room for them.
+
+        Where no text may be read without a template, some token has to stand before every text.
+        """
+        marks = list(dict.fromkeys([PAD, *([BOS] if text.bare else ()), *marks_of(text.template)]))
         if 256 + len(marks) > size:
             raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
         added = [
@@ -340,6 +349,13 @@ class LlmVocabulary:
                       "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
                       "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
         }  # fmt: skip
+        if text.bare:
+            first, caption = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+            known = {BOS: {"id": BOS, "ids": [256 + marks.index(BOS)], "tokens": [BOS]}}
+            content["post_processor"] = {
+                "type": "TemplateProcessing", "single": [first, caption], "pair": [first, caption, caption],
+                "special_tokens": known,
+            }  # fmt: skip
         settings: dict[str, Any] = {"padding_side": "left"} if text.pads_left else {}
         if text.template != "{}":
             settings["chat_template"] = _chat(*text.template.split("{}"))
@@ -361,6 +377,14 @@ class LlmVocabulary:
     @functools.cached_property
     def pad_id(self) -> int:
         return int(self.backend().token_to_id(self.pad) or 0)
+
+    @property
+    def tokenizer_class(self) -> str:
+        """Name the class of transformers that reads what `save` writes, where its files name one."""
+        config = read_json_object(self.folder / "tokenizer_config.json") if self.folder is not None else None
+        # Qwen's makes its own rules, whatever the file says of a first token
+        small = "PreTrainedTokenizerFast" if json.loads(self.content).get("post_processor") else "Qwen2Tokenizer"
+        return str((config or {}).get("tokenizer_class", small))
 
     def __len__(self) -> int:
         return int(self.backend().get_vocab_size())
@@ -387,7 +411,7 @@ class LlmVocabulary:
         model = json.loads(self.content)
         marks = [token["content"] for token in model["added_tokens"]]
         config = {
-            "tokenizer_class": "Qwen2Tokenizer", "pad_token": self.pad, "eos_token": self.pad, "unk_token": None,
+            "tokenizer_class": self.tokenizer_class, "pad_token": self.pad, "eos_token": self.pad, "unk_token": None,
             "add_prefix_space": False, "additional_special_tokens": [mark for mark in marks if mark != self.pad],
             **self.settings,
         }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from difftrain.contracts import Fault
@@ -26,14 +26,18 @@ _POSITIVE = ("scaling_factor", "layer_norm_eps", "layer_norm_epsilon", "norm_eps
 _DEVIATIONS = ("latents_std",)
 
 
-def size_faults(section: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> list[Fault]:
+def size_faults(
+    section: Mapping[str, Any], defaults: Mapping[str, Any], where: str, counts: Collection[str] = ()
+) -> list[Fault]:
     """Name what of a part's sizes is of another type than its class takes, has no end, or is no finite number.
 
-    defaults: the class's arguments with what it takes where nothing is said. where: of the section.
+    defaults: the class's arguments with what it takes where nothing is said. where: of the section. counts: sizes that
+    count positions where those of other classes say a side.
     """
     faults = []
     for key, value in section.items():
-        if why := _unfit(key, value, defaults.get(key)):
+        known = "positions" if key in counts else key
+        if why := _unfit(known, value, defaults.get(key)):
             faults.append(Fault(f"{where} {key}", f"is {_short(value)}, must be {why}"))
     return faults
 
