@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from difftrain.config.render.model_pages import ENGLISH, pages_of, releases_of
 from difftrain.models.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "docs" / "models"
 COUNTED_AGAIN = (("sd1", "1.5"),)  # all that is counted; of larger ones it takes ten seconds and more
 
 
@@ -48,6 +50,22 @@ def test_a_family_that_trains_has_a_recipe_and_a_page(name: str) -> None:
 def test_every_page_of_a_model_is_some_familys() -> None:
     pages = {f"models/{page.name}" for page in (ROOT / "docs" / "models").glob("*.md")} - {ENGLISH.page}
     assert pages == {page for name in FAMILIES for page in pages_of(name) if page.startswith("models/")}
+
+
+HEADINGS = (
+    "Facts", "What was compared with diffusers", "Where weights come from", "What is trained", "Keys", "Cached and online",
+    "Samples and exports", "Memory", "Not built",
+)  # fmt: skip
+ALWAYS = {"Facts", "What was compared with diffusers", "Memory", "Not built"}
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*MODELS.glob("*.md")} - {ROOT / "docs" / ENGLISH.page}), ids=lambda page: page.stem
+)
+def test_pages_of_models_have_the_same_headings_in_the_same_order(page: Path) -> None:
+    found = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    shared = [heading for heading in found if heading in HEADINGS]
+    assert shared == sorted(shared, key=HEADINGS.index) and set(shared) >= ALWAYS
 
 
 def test_what_was_compared_is_what_its_oracle_compares(name: str, script: ModuleType) -> None:
