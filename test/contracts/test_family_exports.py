@@ -20,6 +20,7 @@ from families import (
     made,
     pipeline_of,
 )
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -277,6 +278,9 @@ def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, m
     code = code.replace("pipe.to(", "pipe.set_progress_bar_config(disable=True); pipe.to(")
     # a prompt without its name would stand behind named arguments
     call = "= pipe(num_inference_steps=1, height=64, width=64, "
+    if FAMILIES[name].control:  # its pipeline brings what it is shown, and what it makes, to a size of its own
+        call += "max_area=64 * 64, _auto_resize=False, "
+        Image.new("RGB", (64, 64), "red").save(path / "reference.png")
     code = re.sub(r'= pipe\((\s*)(")?', lambda found: call + ('prompt="' if found[2] else ""), code)
     given: dict[str, Any] = {}
     exec(compile(code, pipeline, "exec"), given)

@@ -128,7 +128,8 @@ def test_fingerprints_need_no_modules(name: str, fresh: Any, tiny: Tiny) -> None
     other = fresh({"training": {"seed": 2}})
     theirs = {each: encoder.fingerprint() for each, encoder in other.family.encoders(other.parts).items()}
     drawn = {each for each in told if told[each] != theirs[each]}
-    assert drawn >= set(told) - {"latents"}  # the VAE of the tiny sizes is shipped, for those that it fits
+    # the VAE of the tiny sizes is shipped, for those that it fits
+    assert drawn >= {each for each in told if not each.endswith("latents")}
 
 
 def test_parts_that_wait_count_as_many_weights(tiny: Tiny) -> None:

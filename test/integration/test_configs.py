@@ -30,6 +30,15 @@ COMMON = ("--training.max_steps=2", "--training.micro_batch_size_per_gpu=2", "--
 LIGHT = ("--model.t5_max_length=8", "--model.num_layers=3")
 # folder of recipes -> the family whose tiny model stands in
 STAND_INS = {"sd3_light": "sd3"} | {name: name for name in TRAINED if FAMILIES[name].has("model.transformer")}
+STAND_INS = {
+    "sd3_light": "sd3",
+    "sd3": "sd3",
+    "flux": "flux",
+    "qwen_image": "qwen_image",
+    "chroma": "chroma",
+    "z_image": "z_image",
+    "flux_kontext": "flux_kontext",
+}  # folder of recipes -> the family whose tiny model stands in
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures, data set files and tiny models that stand in for what recipes name."""
     folder = tmp_path_factory.mktemp("stand-in")
     write_pictures(folder / "pictures", 6)
-    (folder / "data.toml").write_text(f'resolutions = [64]\n[[directory]]\npath = "{folder / "pictures"}"\n')
+    text = f'resolutions = [64]\n[[directory]]\npath = "{folder / "pictures"}"\n'
+    (folder / "data.toml").write_text(text)
+    (folder / "pairs.toml").write_text(f'{text}control_path = "{folder / "pictures"}"\n')  # each is edited into itself
     for family in STAND_INS.values():
         write_tiny(folder / family, family)
     return folder
@@ -59,6 +70,8 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
         return [*data, *COMMON, f"--data.cache_dir={place / 'cache'}", f"--demo.folder={demo}",
                 f"--model.diffusers_path={demo / 'model'}"]  # fmt: skip
     if folder in STAND_INS:
+        if FAMILIES[STAND_INS[folder]].control:
+            data[0] = f"--dataset={place / 'pairs.toml'}"
         tables = tomllib.loads((CONFIGS / name).read_text(encoding="utf-8"))
         words = [
             *data,

@@ -14,7 +14,7 @@ import torch
 from oracle import Oracle
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Bucket, Draw, Inputs, Parts
+from difftrain.contracts import CONTROL, Batch, Bucket, Draw, Inputs, Parts, image_feature
 from difftrain.data.samples import host_draws
 from difftrain.models import passes
 from difftrain.models.family import ModelFamily
@@ -100,6 +100,8 @@ def batch_of(
     frames = (bucket.frames,) if bucket.frames > 1 else ()
     shape = (count, 3, *frames, bucket.height, bucket.width)
     features = {"pixels": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)}
+    for number in range(family.num_control):
+        features[image_feature(CONTROL, number)] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     features |= family.tokenizer(parts)(list(captions))
     for place, (name, value) in enumerate(family.size_features((bucket.height, bucket.width), count).items()):
         features[name] = value + 8 * place + torch.arange(count)[:, None]  # no two are alike, so that none is mistaken

@@ -19,7 +19,8 @@ class Drawn:
     """How a pipeline is called: options(our conditions, those of the negative or None, scale) -> what it takes beside sizes.
 
     pack, unpack: of its latents of so many pixels, (x, (height, width)). raw: what its pipeline gives the VAE to decode,
-    (latents, the VAE's configuration). guidance: what a distilled model is told. t5_length: tokens that T5 keeps. edits: classes
+    (latents, the VAE's configuration). guidance: what a distilled model is told. t5_length: tokens that T5 keeps.
+    references: images that it is shown, (1, 3, H, W) uint8 each. edits: classes
     that begin at a picture, without a mask and with one, where diffusers does not know them by the family's. mended: puts
     right what is wrong in a pipeline.
     scales: of classifier-free guidance, as far as the pipeline has it. returned: turns what the pipeline returns as latents
@@ -35,6 +36,7 @@ class Drawn:
     t5_length: int | None = None
     edits: tuple[str, str] = ("AutoPipelineForImage2Image", "AutoPipelineForInpainting")
     mended: Callable[[Any], Any] = lambda pipe: pipe
+    references: tuple[torch.Tensor, ...] = ()
     kinds: tuple[Mapping[str, Any], ...] = ({},)
     scales: tuple[float, ...] = (1.0, 3.0)
     returned: Callable[[Any, torch.Tensor], torch.Tensor] = lambda pipe, x: x

@@ -87,9 +87,9 @@ def with_cache(
     passed = {address: why for location in locations for address, why in location.passed.items()}
     rejects = _rejects(cfg, ranks, data, locations, readers)
     _let_rest(parts, requests)
-    uncached = (encoder for name, encoder in encoders_of(family, parts, trains=trains).items() if name not in readers)
-    needs_pixels = any("pixels" in encoder.source for encoder in uncached)
-    store = feature_store(manifests, readers, passed, needs_pixels=needs_pixels)
+    fresh = [encoder for name, encoder in encoders_of(family, parts, trains=trains).items() if name not in readers]
+    needs_pixels, needs_control = (any(kind in encoder.source for encoder in fresh) for kind in ("pixels", "control"))
+    store = feature_store(manifests, readers, passed, needs_pixels=needs_pixels, needs_control=needs_control)
     return CachedData(dataclasses.replace(data, store=store), rejects)
 
 

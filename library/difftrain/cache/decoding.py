@@ -1,4 +1,4 @@
-"""Batches for an encoder, made in loader workers: pictures, masks, captions or pairs of a manifest; a crash costs one picture."""
+"""Batches for an encoder, made in loader workers: pictures, masks, references, captions or pairs of a manifest; a crash costs one picture."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from difftrain.cache.manifest.address import (
     MASKS,
+    Cut,
     MediaTransforms,
     joined_address,
     text_addresses,
@@ -25,10 +26,11 @@ from difftrain.cache.manifest.captions import NO_BUCKET
 from difftrain.cache.manifest.content_hash import UNREADABLE
 from difftrain.cache.manifest.manifest import NO_RECORD, AddressByRecord, CacheManifest
 from difftrain.cache.manifest.pictures import DROPPED, caption_and_flip
-from difftrain.contracts import CAPTION, PAIR, Batch, Bucket, DataFault, Record, Reject, Tokenize
+from difftrain.contracts import CAPTION, CONTROL, PAIR, Batch, Bucket, DataFault, Record, Reject, Tokenize
 from difftrain.data.index.inspection import PASSING, content_of
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob, run_jobs
 from difftrain.data.loader import WorkerDied, WorkersSilent, data_loader, items_of
+from difftrain.data.media.control import fit_reference
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import Masks, cut_mask
 from difftrain.data.media.media import Unusable
@@ -69,10 +71,12 @@ class DecodingDataset(Dataset[Any]):
     def __init__(self, data: Data, manifest: CacheManifest, tokenize: Tokenize) -> None:
         self._index, self._recipes, self._manifest, self._tokenize = data.index, data.recipes, manifest, tokenize
         self._plain = without_augmentation(data.recipes)
-        self._masks = manifest.name == MASKS
+        self._masks, self._control = manifest.name == MASKS, manifest.source == CONTROL
+        self._feature = "mask" if self._masks else manifest.reads
         self._captions = manifest.source == CAPTION
         self._pairs = AddressByRecord(manifest.folder) if manifest.source == PAIR else None
-        self._transforms = MediaTransforms(data.recipes, manifest.fingerprint, manifest.storage, masks=self._masks)
+        kind: Cut = "mask" if self._masks else "reference" if self._control else "image"
+        self._transforms = MediaTransforms(data.recipes, manifest.fingerprint, manifest.storage, kind)
         self._bad: dict[int, str] = {}
 
     def pass_over(self, bad: Mapping[int, str]) -> None:
@@ -148,7 +152,7 @@ class DecodingDataset(Dataset[Any]):
         # what could be decoded, with its captions where these are encoded too
         if not rows:
             return DecodedBatch(n, (), None, [], rejected, tuple(passed.values()))
-        features = {"mask" if self._masks else "pixels": torch.from_numpy(np.stack(made))}
+        features = {self._feature: torch.from_numpy(np.stack(made))}
         if self._pairs is not None:
             captions = self._drawn(entries[kept])
             metas = [{**meta, "caption": caption} for meta, caption in zip(metas, captions, strict=True)]
@@ -160,7 +164,7 @@ class DecodingDataset(Dataset[Any]):
         )
 
     def _decoded(self, record: Record, flip: bool, address: bytes | None) -> np.ndarray:
-        """Decode a picture or its mask, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
+        """Decode a picture, its mask or a reference of it, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
 
         address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
@@ -168,9 +172,13 @@ class DecodingDataset(Dataset[Any]):
         recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
-        data = read_image(path) if path else self._index.read(record.media)
+        number = self._manifest.reference
+        data = read_image(path) if path else self._index.read(record.control[number] if self._control else record.media)
         if address is not None and self._transforms.address(source, record.size_hw, flip, content_of(data)) != address:
-            raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
+            what = "its mask" if path else "its reference" if self._control else "it"
+            raise Unusable(CHANGED_SINCE, f"{what} is not what it was when it was indexed")
+        if self._control:
+            return fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
         if path and masks:
             return cut_mask(masks.decode(path, data, record.size_hw), window, recipe.interpolation)
         layers = decode_layers(record, recipe, window, data)

@@ -82,7 +82,7 @@ def encode(
     """
     encoder = job.request.encoder
     # captions are tokenised faster than a worker starts
-    worth = len(job.todo) if "pixels" in encoder.source else len(job.todo) // BATCHES_A_WORKER
+    worth = len(job.todo) // BATCHES_A_WORKER if encoder.source == CAPTION else len(job.todo)
 
     # the device encodes a batch while the one before is written and the next ones are decoded
     pieces = decoded_batches(decoding, batch_queue, min(workers, worth))

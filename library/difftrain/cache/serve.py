@@ -91,8 +91,9 @@ def feature_store(
     passed: Mapping[bytes, str],
     *,
     needs_pixels: bool,
+    needs_control: bool = False,
 ) -> FeatureStore:
-    """Put readers together, by encoder, into what makes samples. needs_pixels: see FeatureStore."""
+    """Put readers together, by encoder, into what makes samples. needs_pixels, needs_control: see FeatureStore."""
     pictures: list[PictureEncoderCache] = []
     captions: list[CaptionEncoderCache] = []
     pairs: list[PairEncoderCache] = []
@@ -122,6 +123,7 @@ def feature_store(
         masks,
         CachedPairs(tuple(pairs)) if pairs else None,
         needs_pixels,
+        needs_control,
     )
 
 

@@ -34,7 +34,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # flag -> kohya's name of the field of a prompt that it is the default of
 FIELDS = {
     "negative": "negative_prompt", "width": "width", "height": "height", "seed": "seed", "steps": "sample_steps",
-    "cfg": "scale", "guidance": "guidance_scale", "flow_shift": "flow_shift",
+    "cfg": "scale", "guidance": "guidance_scale", "flow_shift": "flow_shift", "control": "control_image",
 }  # fmt: skip
 OWN: dict[str, Row] = {row.name: row for row in (
     Row("weights", "str", "", "a run's folder or checkpoint, a diffusers folder, or a single file"),
@@ -42,7 +42,7 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("ema", "str", "", "for a checkpoint, its averaged weights: --ema the moving average, --ema=0.05 that of this relative"
         " width, --ema=no the raw weights; not given: as for the samples during training"),
     Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT or kohya, merged at a scale (1); may be given several times"),
-    Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs); may be"
+    Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs --ci); may be"
         " given several times"),
     Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as for --sample_prompts"),
     Row("negative", "str", "", "negative prompt, for prompts that have none"),
@@ -55,6 +55,7 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("guidance", "float", "", "guidance value passed to a guidance-distilled model"),
     Row("flow_shift", "float", "", "time shift of a flow model, in place of the model's own"),
     Row("sampler", "str", "sample.sampler"),
+    Row("control", "str", "", "reference image of a model that edits images, for prompts without --ci; may be given several times"),
     Row("image", "str", "", "image to start from (img2img)"),
     Row("mask", "str", "", "mask for --image (inpainting): white is redrawn, black is kept; same size as the image"),
     Row("strength", "float", "", "denoising strength for --image, above 0 and up to 1; 0.75 by default"),
@@ -257,9 +258,11 @@ def request_of(parsed: Parsed, resolved: Parsed, source: WeightsPath) -> Generat
 
     bare, words = parsed.bare, parsed.words
     converted: dict[str, Any] = {"int": int, "float": float, "str": str}
-    fields = {
+    fields: dict[str, tuple[str, Any]] = {
         f"--{flag}": (name, converted[TABLE[flag].kind](bare[flag])) for flag, name in FIELDS.items() if flag in bare
     }
+    if "control" in words:
+        fields["--control"] = (FIELDS["control"], list(words["control"]))
     path = {name: Path(bare[name]).expanduser() if name in bare else None for name in ("prompts", "image", "mask")}
     return GenerateRequest(
         weights=source,

@@ -23,7 +23,7 @@ FREE = frozenset({
     # features read from a cache are those that are encoded online, but for the rounding of other batches; see _cached
     "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
-    "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
+    "data.dirs", "data.reg_dirs", "data.control_dirs", "data.datasets", "data.dataset_config",
     "data.epoch_batches",
     "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
@@ -45,7 +45,7 @@ NAMED = frozenset({
 # fields that came after version 0.5: at their default they are left out, so that its runs are known again
 ADDED = frozenset({
     "model.guidance", "model.train_only", "data.split", "data.max_samples", "loss.min_snr_plus_one", "ema.ramp",
-    "training.allow_tf32",
+    "training.allow_tf32", "data.num_control", "data.control_columns", "data.control_dropout",
 })  # fmt: skip
 
 
@@ -86,6 +86,8 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
         out[path] = _last_name(value) if path in NAMED and value else value
     for field in ("dirs", "reg_dirs"):
         out[f"data.{field}"] = tuple(_last_name(folder) for folder in getattr(cfg.data, field))
+    if cfg.data.control_dirs:
+        out["data.control_dirs"] = tuple(map(_last_name, cfg.data.control_dirs))
     for number, dataset in enumerate(cfg.data.datasets, 1):
         out |= _fields_of(f"data set {number}", dataset)
     out |= _cached(cfg)
@@ -125,7 +127,7 @@ def _cached(cfg: TrainConfig) -> dict[str, Any]:
     return {f"cache.{name}": value for name, value in kept.items() if value not in (None, default_of(f"cache.{name}"))}
 
 
-_PATHS_OF_DATA = ("image_dir", "metadata_file", "conditioning_dir", "default_mask")
+_PATHS_OF_DATA = ("image_dir", "metadata_file", "conditioning_dir", "control_dirs", "default_mask")
 
 
 def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
@@ -134,6 +136,10 @@ def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
     by_name = {f"{name}: {field}": value for field, value in values.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():
+            if field == "control_dirs":
+                if value:  # version 0.5 had none
+                    by_name[f"{name}, subset {number}: {field}"] = [_last_name(folder) for folder in value]
+                continue
             is_path = value and field in _PATHS_OF_DATA
             by_name[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
     return by_name

@@ -110,7 +110,7 @@ def _strays(flag: Row, words: list[str], out: Scan) -> None:
         )
 
 
-_ADD_UP = ("train_data_dir", "reg_data_dir", "prompt", "adapter")  # each time that they are given counts
+_ADD_UP = ("train_data_dir", "reg_data_dir", "prompt", "adapter", "control")  # each time that they are given counts
 
 
 def _store(flag: Row, values: list[str], out: Scan) -> None:

@@ -4,6 +4,7 @@ from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats, StepObse
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import (
     CAPTION,
+    CONTROL,
     EVERY,
     METRIC,
     PAIR,
@@ -23,11 +24,14 @@ from difftrain.contracts.family import (
     RunFacts,
     Source,
     Tokenize,
+    control_name,
+    image_feature,
 )
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
     "CAPTION",
+    "CONTROL",
     "EVERY",
     "METRIC",
     "PAIR",
@@ -64,4 +68,6 @@ __all__ = [
     "TensorFile",
     "Tokenize",
     "TrainingFault",
+    "control_name",
+    "image_feature",
 ]

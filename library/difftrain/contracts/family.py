@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -176,17 +176,30 @@ class Parts:
         return not any(parameter.is_meta for parameter in self.frozen[name].parameters())
 
 
-Source = Literal["pixels", "caption"]
+Source = Literal["pixels", "caption", "control"]
 PIXELS: frozenset[Source] = frozenset({"pixels"})
 CAPTION: frozenset[Source] = frozenset({"caption"})
+CONTROL: frozenset[Source] = frozenset({"control"})  # a reference image that belongs to the picture
 PAIR = PIXELS | CAPTION  # a picture and its caption, read together
+_READ = (PIXELS, CAPTION, PAIR, CONTROL)
+
+
+def control_name(number: int) -> str:
+    """Name a reference image by its number, from 0 on: what its features begin with."""
+    return "control" if number == 0 else f"control_{number + 1}"
+
+
+def image_feature(source: frozenset[Source], reference: int = 0) -> str:
+    """Name the feature of a batch that an encoder of images reads. reference: which of the reference images."""
+    return f"{control_name(reference)}_pixels" if source == CONTROL else "pixels"
 
 
 @dataclass(frozen=True)
 class Encoder:
     """Turn features of a batch into others that can be kept and read again: online, and for the cache builder.
 
-    source: what of a record is encoded: "pixels", "caption" or both; the batch is of one bucket wherever pixels are.
+    source: what of a record is encoded: "pixels", "caption" or both, or "control", the reference image `reference`, from
+    0 on; the batch is of one bucket wherever pixels are.
     features: what comes out, by name. modules: those of Parts.frozen that do the work. settings: all else that decides the outcome, weights aside. encode: of a batch on
     the modules' device; an encoder that draws takes Batch.keys, one for each sample, as keys of its draws.
     fingerprint: hash of settings and weights; where these lie in files it reads them without loading a module, and not
@@ -204,10 +217,17 @@ class Encoder:
     fingerprint: Callable[[], str]
     inputs: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
+    reference: int = 0
 
     def __post_init__(self) -> None:
-        if not self.source or not self.source <= PAIR:
-            raise ValueError(f"an encoder reads {', '.join(sorted(PAIR))} or both; this one {sorted(self.source)}")
+        if self.source not in _READ:
+            known = ", ".join("+".join(sorted(source)) for source in _READ)
+            raise ValueError(f"an encoder reads one of {known}; this one {'+'.join(sorted(self.source))}")
+
+    @property
+    def reads(self) -> str:
+        """Name the feature of a batch that it reads, where that is an image."""
+        return image_feature(self.source, self.reference)
 
 
 @dataclass
@@ -240,6 +260,7 @@ class Drawer(Protocol):
     unit: int
     walks: bool
     mu: Callable[[int, int], float] | None
+    references: int  # reference images that it draws from, as many as in training
 
     @property
     def modules(self) -> list[nn.Module]: ...
@@ -248,8 +269,12 @@ class Drawer(Protocol):
     def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]: ...
     def tokens(self, size_hw: tuple[int, int]) -> int: ...
     def conditions(
-        self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
-    ) -> dict[str, Tensor]: ...  # guidance: embedded, where the model is told one
+        self,
+        prompts: list[str],
+        size_hw: tuple[int, int],
+        guidance: float | None = None,
+        references: Sequence[Tensor] = (),
+    ) -> dict[str, Tensor]: ...  # guidance: embedded, where the model is told one; references: (B, 3, H, W) uint8 each
     def unconditional(
         self,
         negatives: list[str],
@@ -333,6 +358,9 @@ class Family(Protocol):
     def chain(self, root: nn.Module) -> Chain: ...  # made of a whole root
     def repeated(self, parts: Parts) -> list[nn.Module]: ...  # the small blocks alike, for regional compile
     def latents(self, batch: Batch, parts: Parts) -> Tensor: ...
+    def references(
+        self, batch: Batch, parts: Parts
+    ) -> dict[str, Tensor]: ...  # latents of reference images, by control_name, as the denoiser takes them
     def inputs(self, batch: Batch, parts: Parts) -> Inputs: ...
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]: ...
     def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]: ...

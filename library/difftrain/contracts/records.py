@@ -24,8 +24,8 @@ class Bucket(NamedTuple):
 class MediaRef:
     """Locate media bytes: a file of a source, or a part of one.
 
-    path is relative to the source's root, with forward slashes. length 0 means the whole file; for a parquet
-    shard, offset is the row and length is -1.
+    path is relative to the source's root, with forward slashes; a reference image's may be absolute. length 0 means the
+    whole file; for a parquet shard, offset is the row and length is -1, or -2, -3, ... for its columns of references.
     """
 
     source: int  # ordinal in the index
@@ -50,6 +50,7 @@ class Record:
     frames: int = 1
     content: bytes | None = None  # blake2b-128 of the media bytes, to find duplicates; never seeds a draw
     name: str = ""  # what messages call it: "folder/000.tar!0001.jpg"
+    control: tuple[MediaRef, ...] = ()  # its reference images, in order
 
 
 class Draw(NamedTuple):

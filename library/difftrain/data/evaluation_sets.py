@@ -178,6 +178,7 @@ def config_of(cfg: TrainConfig, section: EvalSetSection) -> TrainConfig:
         "in_json": None,
         "dataset_class": None,
         "conditioning_dir": None,
+        "control_dirs": (),
     }
     datasets = tuple(_plain(dataset, cfg.eval.batch_size) for dataset in section.datasets)
     data = {**none, "dataset_config": section.config, "datasets": datasets, "tar_order": "random"}

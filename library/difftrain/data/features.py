@@ -165,6 +165,7 @@ class FeatureStore:
     """What of a run's features is cached; None: made anew for every use.
 
     needs_pixels: an encoder that is not cached reads pictures too, so they are decoded although others' are cached.
+    needs_control: the same of reference images.
     """
 
     pictures: CachedPictures | None = None
@@ -172,11 +173,17 @@ class FeatureStore:
     masks: CachedMasks | None = None
     pairs: CachedPairs | None = None
     needs_pixels: bool = False
+    needs_control: bool = False
 
     @property
     def decodes(self) -> bool:
         """Tell whether pictures are decoded."""
         return self.pictures is None or self.needs_pixels
+
+    @property
+    def decodes_control(self) -> bool:
+        """Tell whether reference images are decoded."""
+        return self.pictures is None or self.needs_control
 
 
 NOTHING_CACHED = FeatureStore()

@@ -189,6 +189,9 @@ def _reading_hash(cfg: TrainConfig) -> str:
         reading["lines"] = "all"
     if cfg.data.conditioning_dir:
         reading["masks"] = os.path.realpath(expanded(cfg.data.conditioning_dir))
+    if cfg.data.num_control:
+        folders = [os.path.realpath(expanded(folder)) for folder in cfg.data.control_dirs]
+        reading["control"] = [cfg.data.num_control, folders, cfg.data.control_columns]
     if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
         reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]
     return _short_hash(reading)
@@ -199,9 +202,11 @@ def _reading(subset: SubsetSection) -> list[Any]:
     paths = [subset.image_dir, subset.metadata_file, subset.conditioning_dir]
     captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
     later = [subset.captions_file, subset.default_mask, subset.masks_optional, subset.captions.dialect]
-    more = later if later != [None, None, False, "kohya"] else []
+    more: list[Any] = later if later != [None, None, False, "kohya"] else []
     if subset.captions.allow_empty and subset.captions.dialect != "kohya":
         more.append("empty captions")
+    if subset.control_dirs:
+        more.append([os.path.realpath(expanded(folder)) for folder in subset.control_dirs])
     real = [path and os.path.realpath(expanded(str(path))) for path in paths]
     return [
         *real,

@@ -25,7 +25,7 @@ class Recipe:
     """Say how a record of one source becomes a sample. Picklable.
 
     batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. masks: where
-    those of the loss lie that are files of their own. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
+    those of the loss lie that are files of their own. num_control: reference images that each picture has. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
     num_variants: captions of a record, of which each use draws one; None: each use has one of its own.
     """
 
@@ -38,6 +38,7 @@ class Recipe:
     face_crop_range: tuple[float, float] | None = None
     alpha_mask: bool = False
     masks: Masks | None = None
+    num_control: int = 0
     interpolation: str | None = None
     loss_weight: float = 1.0
     is_reg: bool = False
@@ -104,6 +105,7 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         face_crop_range=None if dataset.enable_bucket else subset.face_crop_range,  # kohya's buckets know no faces
         alpha_mask=subset.alpha_mask,
         masks=_masks(subset) if cfg.loss.masked else None,
+        num_control=cfg.data.num_control,
         interpolation=subset.resize_interpolation,
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,

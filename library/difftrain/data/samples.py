@@ -12,9 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
+from difftrain.contracts import (
+    Batch,
+    Bucket,
+    DataFault,
+    Draw,
+    DrawSpec,
+    FeatureSpec,
+    Record,
+    Reject,
+    Tokenize,
+    control_name,
+)
 from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, written
 from difftrain.data.features import NOTHING_CACHED, FeatureStore
+from difftrain.data.media.control import fit_reference
 from difftrain.data.media.crop import CropWindow, crop_window, recoloured
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import fit_mask
@@ -40,6 +52,9 @@ class Sample:
     target_size: tuple[int, int]
     mask: np.ndarray | None = None  # (1, H, W) fp32 in 0..1; None: the whole picture counts, or masks are cached
     flipped: bool = False
+    control: tuple[
+        np.ndarray, ...
+    ] = ()  # of each reference image (3, H, W) uint8; none where all read of them is cached
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ class SampleMaker:
         return None
 
     def sample(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> Sample:
-        """Make one sample. Raises Unusable or OSError where its file, or its mask's, is not what was indexed."""
+        """Make one sample. Raises Unusable or OSError where a file of it, its mask or its references is not what was indexed."""
         recipe, window, store = self.recipes[record.media.source], self.crop_window(record, draw), self.store
         caption = self.caption(record, draw, epoch, step)
 
@@ -136,7 +151,19 @@ class SampleMaker:
             mask = None if read is None else fit_mask(read, window, recipe.interpolation)
         elif by_alpha and layers is not None:
             mask = fit_mask(layers[..., 3], window, recipe.interpolation)
-        return Sample(record, pixels, caption, *window.sizes, mask, window.flip)
+        control = self._control(record, draw, recipe, window) if store.decodes_control else ()
+        return Sample(record, pixels, caption, *window.sizes, mask, window.flip, control)
+
+    def _control(self, record: Record, draw: Draw, recipe: Recipe, window: CropWindow) -> tuple[np.ndarray, ...]:
+        """Make the references of one use: cut, mirrored and coloured as the picture is. Raises Unusable, OSError."""
+        references = []
+        for number in range(recipe.num_control):
+            data = self.index.read(record.control[number])
+            pixels = fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
+            if recipe.color_aug:
+                pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
+            references.append(pixels)
+        return tuple(references)
 
     def crop_window(self, record: Record, draw: Draw) -> CropWindow:
         """Say where one use of a picture is cut. Raises ValueError where no bucket fits."""
@@ -194,6 +221,8 @@ class SampleMaker:
         features = {} if self.store.pictures is None else self.store.pictures.read(*_records(samples))
         if self.store.decodes:
             features["pixels"] = torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))
+        for number, references in enumerate(zip(*(sample.control for sample in samples), strict=True)):
+            features[f"{control_name(number)}_pixels"] = torch.from_numpy(np.stack(references))
         return features
 
     def _masks(self, bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | None:

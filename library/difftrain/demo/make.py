@@ -22,7 +22,7 @@ from difftrain.config.paths import PendingFiles
 from difftrain.demo.recipe import GLOBAL_BATCH, SIDE, DemoPlan, cache_root, ema_decay
 from difftrain.models.registry import FAMILIES
 
-MODEL, TRAIN, UNSEEN = "model", "train", "unseen"
+MODEL, TRAIN, UNSEEN, REFERENCE = "model", "train", "unseen", "reference"
 KINDS = ("tiny", "shapes", "emoji")
 DEFAULT_FAMILY = next(name for name, row in FAMILIES.items() if row.networks_by_train_type)  # of the launchers' demos
 WITH_UNSEEN = ("shapes", "emoji")  # what is held out, and prompts
@@ -75,9 +75,16 @@ def foreseen(argv: Sequence[str], log: Callable[[str], None] = print) -> Pending
     return PendingFiles(what, _files(wish), lambda: _make(wish, log))
 
 
-def data_text(pictures: Path) -> str:
-    """Return the file of a data set: one folder of pictures."""
-    return f'resolutions = [{SIDE}]\n\n[[directory]]\npath = "{pictures.resolve()}"\n'
+def data_text(pictures: Path, references: Path | None = None) -> str:
+    """Return the file of a data set: one folder of pictures, and that of their reference images."""
+    control = f'control_path = "{references.resolve()}"\n' if references else ""
+    return f'resolutions = [{SIDE}]\n\n[[directory]]\npath = "{pictures.resolve()}"\n{control}'
+
+
+def references_of(kind: str, family: str, pictures: Path) -> Path | None:
+    """Return the folder of reference images: the tiny data of a family that edits have some."""
+    row = FAMILIES.get(family)
+    return pictures / REFERENCE if kind == "tiny" and row is not None and row.control else None
 
 
 def _files(wish: DemoRequest) -> dict[Path, str | None]:
@@ -87,7 +94,9 @@ def _files(wish: DemoRequest) -> dict[Path, str | None]:
     if "data" in wish.parts:
         for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
             pictures = home / "pictures" / name
-            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
+            references = references_of(wish.kind, wish.family, home / "pictures")
+            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures, references)}
+            files |= {references.resolve(): None} if references else {}
         if wish.kind in WITH_UNSEEN:
             files[home / "prompts.txt"] = ""
     return files

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from difftrain.contracts import DataFault
 from difftrain.demo import datasets, recipe, splits
-from difftrain.demo.make import DEFAULT_FAMILY, MODEL, TRAIN, UNSEEN, data_text
+from difftrain.demo.make import DEFAULT_FAMILY, MODEL, TRAIN, UNSEEN, data_text, references_of
 from difftrain.io.files import atomic_folder, write_text
 from difftrain.models.registry import FAMILIES
 
@@ -88,29 +88,31 @@ def make(
     try:
         home.mkdir(parents=True, exist_ok=True)
         if "data" in parts or kind != "tiny":
-            _make_data(kind, home, scale, log)
+            _make_data(kind, family, home, scale, log)
         if MODEL in parts:
             make_once(home / MODEL, lambda aside: _make_model(kind, family, home, scale, aside, log))
     except OSError as error:
         raise DataFault(f"{home}: the demo's folder cannot be written: {error}") from error
 
 
-def _make_data(kind: str, home: Path, scale: float, log: Log) -> None:
+def _make_data(kind: str, family: str, home: Path, scale: float, log: Log) -> None:
     pictures = home / "pictures"
-    make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log))
+    references = references_of(kind, family, pictures)
+    make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log, paired=references is not None))
     for name in (UNSEEN, TRAIN):  # the file that tells that all is there comes last
         if (pictures / name).is_dir():
-            write_text(home / f"{name}.toml", data_text(pictures / name))
+            write_text(home / f"{name}.toml", data_text(pictures / name, references))
     if kind in FLOW_PROMPTS:
         options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l 3"
         lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(FLOW_PROMPTS[kind])]
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
 
-def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, log: Log) -> None:
+def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, log: Log, *, paired: bool) -> None:
     started = time.monotonic()
     full = recipe.SIZES[kind].pictures if kind in recipe.SIZES else 0
     counts = splits.WRITERS[kind](aside, max(LEAST, round(full * scale)) if full else 0)
+    counts |= splits.write_references(aside) if paired else {}
     text = ", ".join(f"{count} in {name}" for name, count in counts.items())
     log(f"captioned images: {text}, {time.monotonic() - started:.0f} s: {folder}")
 

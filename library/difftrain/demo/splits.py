@@ -13,7 +13,7 @@ from pathlib import Path
 from difftrain.demo import datasets, recipe
 from difftrain.demo.datasets import DemoPicture
 from difftrain.demo.judge import words
-from difftrain.demo.make import TRAIN, UNSEEN
+from difftrain.demo.make import REFERENCE, TRAIN, UNSEEN
 
 LEAST = 3  # captions of the training set in which every word of a held-out one stands
 SEED = 1
@@ -142,6 +142,14 @@ def write_few(folder: Path) -> dict[str, int]:
         (folder_path / f"{number:03d}.png").write_bytes(picture.content)
         (folder_path / f"{number:03d}.txt").write_text(picture.caption + "\n", encoding="utf-8")
     return {TRAIN: FEW}
+
+
+def write_references(folder: Path) -> dict[str, int]:
+    """Write what the few shapes are edited from: the same shapes in black, which the captions colour."""
+    (folder / REFERENCE).mkdir(parents=True)
+    for number, scene in enumerate(datasets.scenes(FEW, recipe.SEED)):
+        datasets.draw(scene._replace(colour="black"), recipe.SIDE).save(folder / REFERENCE / f"{number:03d}.png")
+    return {REFERENCE: FEW}
 
 
 def captions_of(folder: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 
 from difftrain import __version__
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, Fault, Inputs, Parts
+from difftrain.contracts import Batch, Fault, Inputs, Parts, control_name
 from difftrain.models import passes, placeholder, speedups, vision
 from difftrain.models.description import Description
 from difftrain.models.facts import Text
@@ -26,7 +26,7 @@ from difftrain.models.placeholder import DTYPES, in_8_bits
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, inputs_of, outputs_of
 from difftrain.models.text.tokenize import Tokenize, mask_name
-from difftrain.models.vae.latents import raw_latents
+from difftrain.models.vae.latents import DROPOUT, control_latents, raw_latents
 from difftrain.models.weights.find import is_released, shipped_sizes, source_of
 from difftrain.models.weights.fingerprints import hashed
 from difftrain.models.weights.folder_export import WRITTEN_BY
@@ -163,6 +163,17 @@ class BaseFamily(Description):
         """Sample the VAE's posterior with the draw "moments", or take its mean; scaled for the denoiser."""
         return self.vae.scaled(raw_latents(self.cfg, batch, parts))
 
+    def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
+        """Return the latents of the reference images of a batch as conditions, (B, C, h, w) each; zeros where they are dropped."""
+        made, rate = {}, self.cfg.data.control_dropout
+        for number in range(self.num_control):
+            latents = self.vae.scaled(control_latents(self.cfg, batch, parts, number))
+            if DROPOUT in batch.draws:
+                kept = (batch.draws[DROPOUT] >= rate).to(latents).view(-1, *(1,) * (latents.ndim - 1))
+                latents = latents * kept
+            made[control_name(number)] = latents
+        return made
+
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: what each text encoder made, from the cache or encoded now; of trained ones what they read."""
         made: dict[str, Tensor] = {}
@@ -186,7 +197,8 @@ class BaseFamily(Description):
     @torch.no_grad()
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Encode, noise and weigh one micro batch, in fp32."""
-        made = self.noised(batch, self.latents(batch, parts), self.text(batch, parts))
+        conditions = self.text(batch, parts) | self.references(batch, parts)
+        made = self.noised(batch, self.latents(batch, parts), conditions)
         return speedups.applied(self, batch, parts, made)
 
     def noised(self, batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inputs:
@@ -269,16 +281,17 @@ class BaseFamily(Description):
 
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
-        made = "frames" if "text-to-image" not in self.row.tasks else "images"
+        made = "images" if any(task.endswith("to-image") for task in self.row.tasks) else "frames"
+        head = snippet_head(self.row.pipeline, dtype) + (_REFERENCE if self.row.control else "")
         return (
             f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
-            f"{snippet_head(self.row.pipeline, dtype)}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
+            f"{head}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
         )
 
     @property
     def call(self) -> str:
         """Return the arguments of the pipeline in the page beside an export."""
-        return '"a red cat"'
+        return 'image=reference, prompt="make it red"' if self.row.control else '"a red cat"'
 
     # ------------------------------------------------------------------ headers of exports
 
@@ -303,6 +316,9 @@ class BaseFamily(Description):
         from difftrain.models.metadata import flow_facts
 
         return flow_facts(self.cfg, self.options)
+
+
+_REFERENCE = '\nfrom diffusers.utils import load_image\n\nreference = load_image("reference.png")\n'
 
 
 def snippet_head(pipeline: str, dtype: str) -> str:

@@ -28,7 +28,7 @@ from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Sh
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES, FamilyRow
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
-from difftrain.models.vae.latents import MOMENTS, Latents
+from difftrain.models.vae.latents import DROPOUT, MOMENTS, Latents
 from difftrain.models.weights import keys
 from difftrain.models.weights.bounds import size_faults
 from difftrain.models.weights.fingerprints import Stamp
@@ -199,7 +199,14 @@ class Description:
         draws = self.draws(drawn)
         if self.cfg.cache.latents_as == "moments":
             draws[MOMENTS] = DrawSpec("normal", channels=raw.channels, factor=raw.factor, frames=raw.frames)
+        if self.cfg.data.control_dropout and self.num_control:
+            draws[DROPOUT] = DrawSpec("uniform", trains=True)
         return FeatureSpec({"latents": raw}, draws | routing.draws(self.cfg, self.token), self.token)
+
+    @property
+    def num_control(self) -> int:
+        """Reference images that a sample has."""
+        return max(1, self.cfg.data.num_control) if self.row.control else 0
 
     @property
     def token(self) -> int:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
     CAPTION,
+    CONTROL,
     Batch,
     Bucket,
     Chain,
@@ -29,6 +30,8 @@ from difftrain.contracts import (
     Inputs,
     Parts,
     RunFacts,
+    control_name,
+    image_feature,
 )
 from difftrain.models import passes, placeholder, speedups, stages, vision
 from difftrain.models.base import BaseFamily
@@ -36,7 +39,7 @@ from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, 
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, features_of, inputs_of
 from difftrain.models.text.tokenize import mask_name
-from difftrain.models.vae.latents import decode, latents_encoder, posterior
+from difftrain.models.vae.latents import control_encoder, decode, latents_encoder, posterior
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,10 +57,14 @@ class ModelFamily(BaseFamily):
         return load(self, meta=meta, deferred=deferred)
 
     def encoders(self, parts: Parts) -> dict[str, Encoder]:
-        """Describe what may be cached: "latents", every frozen text encoder, and an image encoder to align with."""
+        """Describe what may be cached: latents, those of references, every frozen text encoder, an image encoder to align with."""
         raw = Feature(self.vae.raw_channels, self.vae.raw_factor, frames=self.vae.frames)
         fingerprint = partial(self.fingerprint, "vae")
-        made = {"latents": latents_encoder(self.cfg, parts, raw, self.storage_dtype("vae"), fingerprint)}
+        dtype = self.storage_dtype("vae")
+        made = {"latents": latents_encoder(self.cfg, parts, raw, dtype, fingerprint)}
+        for number in range(self.num_control):
+            name = f"{control_name(number)}_latents"
+            made[name] = control_encoder(self.cfg, parts, number, raw, dtype, fingerprint)
         for position, text in enumerate(self.texts, start=1):
             if text.part not in self.in_root:
                 made[text.part] = self._text_encoder(parts, position)
@@ -168,6 +175,7 @@ class FamilyDrawer:
         self.family, self.parts, self._predict = family, parts, predict
         self.scheduler: Any = family.scheduler()
         self.unit, self.walks, self.mu = family.drawn_unit, family.shift.walks, family.shift.mu
+        self.references = family.num_control
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -196,21 +204,35 @@ class FamilyDrawer:
 
     @torch.no_grad()
     def conditions(
-        self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
+        self,
+        prompts: list[str],
+        size_hw: tuple[int, int],
+        guidance: float | None = None,
+        references: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
-        """Encode prompts as training encodes captions, by encoders that are trained too. guidance: embedded, where the model is told one."""
-        return self._encoded(self.family.tokenizer(self.parts)(prompts), size_hw, guidance)
+        """Encode prompts as training encodes captions, by encoders that are trained too, and references as it encodes them.
+
+        guidance: embedded, where the model is told one. references: images that it is shown, (B, 3, H, W) uint8 each.
+        """
+        return self._encoded(self.family.tokenizer(self.parts)(prompts), size_hw, guidance, references)
 
     def _encoded(
-        self, tokens: dict[str, Tensor], size_hw: tuple[int, int], guidance: float | None
+        self,
+        tokens: dict[str, Tensor],
+        size_hw: tuple[int, int],
+        guidance: float | None,
+        references: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
-        """Encode what a tokenizer made."""
+        """Encode what a tokenizer made, and references."""
         device, count = next(self.parts.root.parameters()).device, len(next(iter(tokens.values())))
         features = tokens | self.family.size_features(size_hw, count)
         rows = torch.arange(count)
         batch = Batch(Bucket(*size_hw), rows, rows, {name: value.to(device) for name, value in features.items()}, {})
         root: Any = self.parts.root
-        return self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
+        made = self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
+        shown = {image_feature(CONTROL, number): pixels.to(device) for number, pixels in enumerate(references)}
+        batch.features.update(shown)
+        return made | (self.family.references(batch, self.parts) if shown else {})
 
     def unconditional(
         self,
@@ -221,10 +243,14 @@ class FamilyDrawer:
     ) -> dict[str, Tensor]:
         """Encode negative prompts, one for each of the conditions; no text is what the training took for it."""
         without = None if any(negatives) else self.family.without_text(conditions)
-        if without is not None:
-            return without
         with torch.no_grad():
-            return self._encoded(self.family.negatives(self.parts)(negatives), size_hw, guidance)
+            made = (
+                self._encoded(self.family.negatives(self.parts)(negatives), size_hw, guidance)
+                if without is None
+                else without
+            )
+        names = [control_name(number) for number in range(self.references)]
+        return made | {name: conditions[name] for name in names if name in conditions}
 
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from difftrain.contracts import Batch, Bucket, Inputs
+from difftrain.contracts import Batch, Bucket, Inputs, control_name
 from difftrain.models import repa
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import KEEP
@@ -42,7 +42,7 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     """
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
-    inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
+    inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed, family.num_control]
     key = json.dumps([*inputs, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
         _known[key] = _counts(family, bucket.frames)
@@ -153,6 +153,7 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
         # which tokens are kept has no bearing on the count, only how many
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
     x = blank(*draws["noise"].shape(bucket))
+    conditions |= {control_name(number): x for number in range(family.num_control)}
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
     return Inputs(
         x,

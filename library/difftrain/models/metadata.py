@@ -182,6 +182,8 @@ def _of_a_subset(subset: SubsetSection) -> dict[str, Any]:
     for field in ("image_dir", "metadata_file", "conditioning_dir", "default_mask"):
         if field in facts:
             facts[field] = _name(facts[field])
+    if folders := facts.pop("control_dirs"):
+        facts["control_dirs"] = [_name(folder) for folder in folders]
     facts["num_repeats"] = facts.pop("repeats")
     facts["flip_aug"] = facts.pop("flip")
     return facts | {

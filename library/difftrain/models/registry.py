@@ -50,7 +50,7 @@ class FamilyRow:
     layouts: tuple[str, ...] = LAYOUTS
     trains: tuple[str, ...] = ()
     clips: bool = False  # whether data may hold clips
-    control: bool = False  # whether it is shown another picture
+    control: int = 0  # reference images that it is shown, at most; each has the image's own size
     told_by: tuple[str, Any] | None = None
     takes: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +71,8 @@ class FamilyRow:
 _FLOW_FIELDS = ("flow", "repa", "model.transformer")
 # of those whose positions are added to tokens, so that blocks may see some of them; rotary ones hang on a token's place
 _ROUTED_FIELDS = ("tread", "patch_masking")
+# of those that edit: images that they are shown
+_CONTROL_FIELDS = ("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout")
 # what every UNet over CLIP has
 _UNET_FIELDS = (
     "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
@@ -271,6 +273,31 @@ FAMILIES: dict[str, FamilyRow] = {
         trains=("full",),
         takes=("model.train_only",),
         defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
+    ),
+    "flux_kontext": _flow_row(
+        title="Flux.1 Kontext",
+        network="Flux.1-Kontext",
+        target="difftrain.models.families.flux_kontext:FluxKontext",
+        pipeline="FluxKontextPipeline",
+        parts={
+            "transformer": "diffusers:FluxTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:CLIPTextModel",
+            "text_encoder_2": "transformers:T5EncoderModel",
+        },
+        encoders=("clip_l", "t5"),
+        tasks=("image-to-image",),
+        text_features=("pooled_1", "hidden_2"),
+        sizes=("tiny", "demo"),
+        sizes_multiple={"demo": 8},
+        trains=("full",),
+        control=3,
+        takes=("model.guidance", "model.train_only", *_CONTROL_FIELDS),
+        reasons={
+            "model.clip_skip": "flux_kontext takes the pooled output of CLIP",
+            "model.max_token_length": "flux_kontext's CLIP encoder reads 77 tokens",
+        },
+        defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors", "data.num_control": 1},
     ),
     "wan": _flow_row(
         title="Wan 2.1",

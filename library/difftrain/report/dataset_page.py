@@ -270,7 +270,7 @@ def _shot(card: dict[str, Any]) -> str:
 
 
 def _pair(card: dict[str, Any]) -> str:
-    """Show the original with a frame around the cut, what the model gets, and the mask of the loss."""
+    """Show the original with a frame around the cut, what the model gets, the mask of the loss and the references."""
     (width, height), (wide, high), (left, top, w, h) = card["size"], card["resized"], card["crop"]
     shares = {"left": left / wide, "top": top / high, "width": w / wide, "height": h / high}
     frame = ";".join(f"{side}:{100 * share:.2f}%" for side, share in shares.items())
@@ -287,6 +287,9 @@ def _pair(card: dict[str, Any]) -> str:
         figures.append(
             figure(f'<img class="zoom" src="{images["mask"]}" alt="mask of {name}">', "mask of the loss", "third")
         )
+    for number, key in enumerate((key for key in images if key.startswith("control")), start=1):
+        picture = f'<img class="zoom" src="{images[key]}" alt="reference {number} of {name}">'
+        figures.append(figure(picture, f"reference {number}", "third"))
     return f'<div class="pair">{"".join(figures)}</div>'
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.sampling.edits import Edit, SourcePicture
+from difftrain.sampling.edits import Edit, SourcePicture, reference_image, reference_pixels
 from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import UNIT, Prompt
 from difftrain.sampling.samplers import make_sampler
@@ -103,18 +103,18 @@ def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def draw_batch(
     model: Drawer, captions: Sequence[str], noise: Tensor, *, size_hw: tuple[int, int], steps: int, guidance: float,
-    sampler: str, seeds: Sequence[int], spacing: str | None = None,
+    sampler: str, seeds: Sequence[int], spacing: str | None = None, references: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Draw captions from noise that is given, with the model's own unconditional where there is guidance.
 
-    seeds: of what a sampler draws on its way. spacing: diffusers' timestep_spacing, in place of the model's own. The
+    seeds: of what a sampler draws on its way. references: images that it is shown, (B, 3, H, W) uint8 each. spacing: diffusers' timestep_spacing, in place of the model's own. The
     caller may hold autocast: the VAE is decoded outside of it.
     Shapes: noise (B, C, h, w) on the model's device; (B, 3, H, W) in 0..1, fp32.
     """
     config = {**model.scheduler.config, **({"timestep_spacing": spacing} if spacing else {})}
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     with evaluating(model.modules), torch.no_grad():
-        conditions = model.conditions(list(captions), size_hw)
+        conditions = model.conditions(list(captions), size_hw, references=references)
         latents = walk(
             model,
             conditions,
@@ -188,7 +188,8 @@ def draw_one(
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
     name = prompt.sample_sampler or sampler
     stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift, mu=model.mu)
-    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale)
+    shown = [reference_pixels(file, size) for file in prompt.control_image]
+    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale, shown)
     device = next(iter(conditions.values())).device
     latents = walk(
         model,
@@ -214,10 +215,21 @@ def image_of(pixels: Tensor) -> Image:
 
 
 def drawn_size(model: Drawer, prompt: Prompt) -> tuple[int, int]:
-    """Return (height, width): the prompt's, else the training's or the model's own; multiples of 8 and of the model's."""
-    height, width = prompt.height or model.native_size[0], prompt.width or model.native_size[1]
-    unit = math.lcm(UNIT, model.unit)
+    """Return (height, width): the prompt's, else the training's or the model's own; multiples of 8 and of the model's.
+
+    A prompt with a reference image and without a size has the image's shape, as large as the model's own.
+    """
+    native, unit = model.native_size, math.lcm(UNIT, model.unit)
+    if prompt.control_image and not (prompt.height or prompt.width):
+        shown = reference_image(prompt.control_image[0])
+        side = math.sqrt(native[0] * native[1] / (shown.width * shown.height))
+        native = (_nearest(shown.height * side, unit), _nearest(shown.width * side, unit))
+    height, width = prompt.height or native[0], prompt.width or native[1]
     return max(unit, height - height % unit), max(unit, width - width % unit)
+
+
+def _nearest(length: float, unit: int) -> int:
+    return max(unit, round(length / unit) * unit)
 
 
 def grid_of(images: Sequence[Image]) -> Image:

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.sampling.prompts import Prompt
 from difftrain.sampling.samplers import is_flow
 
 if TYPE_CHECKING:
@@ -77,6 +80,62 @@ def _noised(sampler: Any, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     add = sampler.scale_noise if hasattr(sampler, "scale_noise") else None
     times = t.reshape(1)
     return add(latents, times, noise) if add is not None else sampler.add_noise(latents, noise, times)
+
+
+LARGEST_SIDE = 16384  # of an image that is read
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+
+
+def read_image_file(path: Path, flag: str) -> Image:
+    """Read an image to draw from, upright. flag: what messages call it. Raises ConfigFault."""
+    from PIL import Image as images
+    from PIL import ImageOps
+
+    images.init()  # registers every format, of which a few are read
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no regular file")
+        with images.open(path, formats=FORMATS) as opened:
+            if max(opened.size) > LARGEST_SIDE:
+                what = f"{path} is {opened.width} x {opened.height} px"
+                raise ConfigFault([Fault(flag, what, f"sides up to {LARGEST_SIDE} px")])
+            return ImageOps.exif_transpose(opened).copy()
+    except (OSError, ValueError, SyntaxError, images.DecompressionBombError) as error:
+        raise ConfigFault([Fault(flag, f"{path} cannot be read as an image: {error}", "give a PNG or JPEG")]) from None
+
+
+def reference_image(file: str) -> Image:
+    """Read a reference image of a prompt as training sees images: over white. Raises ConfigFault."""
+    from PIL import Image as images
+
+    rgba = read_image_file(Path(file).expanduser(), "--ci").convert("RGBA")
+    return images.alpha_composite(images.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+def check_references(prompts: Sequence[Prompt]) -> None:
+    """Read the reference images of prompts once, before anything is drawn. Raises ConfigFault with all that cannot be read."""
+    faults: list[Fault] = []
+    for file in dict.fromkeys(file for prompt in prompts for file in prompt.control_image):
+        try:
+            reference_image(file)
+        except ConfigFault as error:
+            faults += error.faults
+    if faults:
+        raise ConfigFault(faults)
+
+
+def reference_pixels(file: str, size_hw: tuple[int, int]) -> Tensor:
+    """Bring a reference image to the size that is drawn, its middle where its shape is another. Shape: (1, 3, H, W) uint8.
+
+    Raises ConfigFault.
+    """
+    from PIL import Image as images
+    from PIL import ImageOps
+
+    image, (height, width) = reference_image(file), size_hw
+    if image.size != (width, height):
+        image = ImageOps.fit(image, (width, height), images.Resampling.LANCZOS)
+    return torch.from_numpy(np.asarray(image).copy()).movedim(-1, 0)[None]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def facts_of(
         "width": size[0],
         "height": size[1],
     }
-    optional = {"flow_shift": prompt.flow_shift, "guidance": prompt.guidance_scale}
+    shown = [Path(file).name for file in prompt.control_image] or None
+    optional = {"flow_shift": prompt.flow_shift, "guidance": prompt.guidance_scale, "control_image": shown}
     facts |= {name: value for name, value in optional.items() if value is not None}
     return facts | dict(about or {})
 

@@ -38,6 +38,7 @@ class Prompt:
     sample_sampler: str | None = None
     flow_shift: float | None = None
     guidance_scale: float | None = None
+    control_image: tuple[str, ...] = ()  # files of reference images
 
 
 @dataclass
@@ -53,12 +54,20 @@ class PromptEntry:
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
-    def set_aside_idle(self, *, flow: bool, guided: bool = False) -> None:
+    def set_aside_idle(self, *, flow: bool, guided: bool = False, references: int = 0) -> None:
         """Set the fields aside that mean something to other models only.
 
-        flow: whether the model learns a flow. guided: whether it is told a guidance.
+        flow: whether the model learns a flow. guided: whether it is told a guidance. references: images that it is shown,
+        which every prompt must name.
         """
-        meant = {SHIFT: flow, GUIDANCE: guided}
+        meant = {SHIFT: flow, GUIDANCE: guided, CONTROL: references > 0}
+        files = self.fields.get(CONTROL, ()) if references else ()
+        self.faults += [
+            f"--ci ({CONTROL}): no such file: {file!r}" for file in files if not Path(file).expanduser().is_file()
+        ]
+        if references and CONTROL not in self.unread and (count := len(files)) != references:
+            what = f"names {count} of {references} reference image{'s'[: references != 1]}"
+            self.faults.append(f"--ci ({CONTROL}): {what}: a model that edits images is shown as many as in training")
         self.idle = [name for name in self.fields if name in IDLE and not meant.get(name)]
         if flow and SHIFT in self.fields:
             try:
@@ -77,7 +86,7 @@ class PromptEntry:
         return Prompt(**{name: value for name, value in self.fields.items() if name in known})
 
 
-SHIFT, GUIDANCE = "flow_shift", "guidance_scale"
+SHIFT, GUIDANCE, CONTROL = "flow_shift", "guidance_scale", "control_image"
 # kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
 IDLE: dict[str, tuple[str, str]] = {
     GUIDANCE: ("--g", "is embedded guidance, which this model does not have; --l (scale) is classifier-free guidance"),
@@ -85,6 +94,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "cfg_trunc_ratio": ("--ctr", "is a guidance cut-off of Lumina"),
     "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),
     SHIFT: ("--fs", "is a shift of flow-matching models"),
+    CONTROL: ("--ci", "is a reference image of models that edit images"),
 }
 
 
@@ -136,6 +146,13 @@ def _any(value: Any) -> Any:
     raise ValueError(f"must be a number or a text, got {value!r}")
 
 
+def _files(value: Any) -> tuple[str, ...]:
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list | tuple) or not all(isinstance(file, str) and file for file in files):
+        raise ValueError(f"must be the name of a file, or a list of names, got {value!r}")
+    return tuple(files)
+
+
 # field -> its value, or a ValueError that says what it must be
 FIELDS: dict[str, Callable[[Any], Any]] = {
     "prompt": _text,
@@ -147,6 +164,7 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "scale": _number,
     "sample_sampler": _sampler,
     **dict.fromkeys(IDLE, _any),
+    CONTROL: _files,
 }
 
 _INT, _FLOAT, _REST = r"\d+", r"[\d.]+", r".+"
@@ -164,6 +182,7 @@ OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "ctr": (_REST, "cfg_trunc_ratio", float),
     "rcfg": (_REST, "renorm_cfg", float),
     "fs": (_REST, SHIFT, str),
+    "ci": (_REST, CONTROL, lambda text: [text.strip()]),
 }
 
 
@@ -196,6 +215,8 @@ def _take(entry: PromptEntry, name: str, value: str) -> None:
     if target == "sample_sampler" and (wrong := sampler_fault(str(converted))):
         entry.unread[target] = f"--{name}: {wrong}"
         return
+    if target == CONTROL:  # once for each reference
+        converted = [*entry.fields.get(CONTROL, ()), *converted]
     set_field(entry, target, converted, f"--{name}")
 
 
@@ -249,6 +270,7 @@ def read_prompts(
     *,
     flow: bool = False,
     guided: bool = False,
+    references: int = 0,
     option: Callable[[str], str] = str,
     defaults: PromptEntry | None = None,
     passes_over: bool = False,
@@ -256,7 +278,7 @@ def read_prompts(
     """Read a file of prompts by its suffix.
 
     sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
-    guidance. option: how messages call the settings sample.prompts and sample.sampler. defaults: what prompts take that
+    guidance. references: how many images it is shown. option: how messages call the settings sample.prompts and sample.sampler. defaults: what prompts take that
     do not say it themselves. passes_over: an option of a line with a value that it does not take is left out, as in kohya's
     scripts, and said. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where
     the sampler cannot be used: at the start of a run, not at its first picture.
@@ -271,7 +293,7 @@ def read_prompts(
                 entry.notes.append(f"{entry.unread.pop('sample_sampler')}; ddim is taken, as in kohya's scripts")
             entry.notes += [f"{what}; it is left out, as in kohya's scripts" for what in entry.unread.values()]
             entry.unread.clear()
-    return _judged(entries, faults, sampler, flow, guided, option, defaults)
+    return _judged(entries, faults, sampler, flow, guided, references, option, defaults)
 
 
 def prompts_of_lines(
@@ -281,12 +303,13 @@ def prompts_of_lines(
     *,
     flow: bool = False,
     guided: bool = False,
+    references: int = 0,
     option: Callable[[str], str] = str,
     defaults: PromptEntry | None = None,
 ) -> PromptFile:
     """Take prompts from a command line, each written as a line of a file. where: the flag. As read_prompts does."""
     entries = [(f"{where} {number}", parse_line(line.strip())) for number, line in enumerate(lines, start=1)]
-    return _judged(entries, [], sampler, flow, guided, option, defaults)
+    return _judged(entries, [], sampler, flow, guided, references, option, defaults)
 
 
 def _judged(
@@ -295,6 +318,7 @@ def _judged(
     sampler: str,
     flow: bool,
     guided: bool,
+    references: int,
     option: Callable[[str], str],
     defaults: PromptEntry | None,
 ) -> PromptFile:
@@ -303,7 +327,7 @@ def _judged(
         for _, entry in entries:
             entry.fields = defaults.fields | entry.fields
     for _, entry in entries:
-        entry.set_aside_idle(flow=flow, guided=guided)
+        entry.set_aside_idle(flow=flow, guided=guided, references=references)
     faults += [Fault(where, what) for where, entry in entries for what in (*entry.unread.values(), *entry.faults)]
     for where, entry in entries:
         own = entry.fields.get("sample_sampler")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from difftrain.contracts import Batch, Bucket, Draw
+from difftrain.contracts import Batch, Bucket, Draw, control_name
 from difftrain.data.samples import host_draws
 from difftrain.models.registry import FAMILIES
 from difftrain.models.text.encode import features_of
@@ -49,6 +49,8 @@ def cached_batch(family: ModelFamily, bucket: Bucket, size: int, *, seed: int = 
         features = {MOMENTS: torch.cat((mean, torch.full_like(mean, 0.1)), dim=1)}
     else:
         features = {LATENTS: mean}
+    for number in range(family.num_control):
+        features[f"{control_name(number)}_{LATENTS}"] = torch.randn(size, *raw, generator=drawn)
 
     # --- what text encoders make, the captions filling all tokens; sizes of the picture
     for position, text in enumerate(family.texts, start=1):

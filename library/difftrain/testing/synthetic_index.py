@@ -74,4 +74,5 @@ def _rows(files: list[tuple[int, int, int]], sizes: Sequence[tuple[int, int]], s
                 captions,
                 None,
                 keys[16 * i : 16 * i + 16],
+                None,
             )

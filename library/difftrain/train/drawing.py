@@ -13,9 +13,11 @@ from difftrain.config import TrainConfig
 from difftrain.config.schema.families import learns_flow, row_of
 from difftrain.config.schema.names import FLOW_SAMPLERS
 from difftrain.config.spellings.spelling import is_kohyas, option
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import Prompt, PromptFile, draw_grid, draw_pictures, read_prompts
+from difftrain.sampling.edits import check_references
 from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ TEXT_STEPS = 20  # of a prompt in words, as diffusers' examples draw them
 def prompts_of(cfg: TrainConfig) -> PromptFile:
     """Read the prompts that are asked for, in words and in a file. Raises ConfigFault with all that cannot be drawn."""
     width, height = cfg.data.resolution or (None, None)
+    if references_of(cfg) and cfg.sample.texts:
+        what = f"names no reference images, and {row_of(cfg).title} draws from such"
+        raise ConfigFault(
+            [Fault(option("sample.texts"), what, f"a file of prompts with --ci: {option('sample.prompts')}")]
+        )
     words = tuple(Prompt(text, width=width, height=height, sample_steps=TEXT_STEPS) for text in cfg.sample.texts)
     if not cfg.sample.prompts:
         return PromptFile(words)
@@ -40,10 +47,17 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
         sampler_of(cfg),
         flow=learns_flow(cfg),
         guided=row_of(cfg).has("model.guidance"),
+        references=references_of(cfg),
         option=option,
         passes_over=is_kohyas(),
     )
+    check_references(file.prompts)
     return replace(file, prompts=(*words, *file.prompts))
+
+
+def references_of(cfg: TrainConfig) -> int:
+    """Return how many reference images a prompt must name."""
+    return max(1, cfg.data.num_control) if row_of(cfg).control else 0
 
 
 def sampler_of(cfg: TrainConfig) -> str:

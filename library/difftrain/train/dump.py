@@ -41,7 +41,7 @@ def dump_dataset(cfg: TrainConfig, folder: str | Path) -> int:
     """Write the samples of the first epoch into a new folder and return how many; of several ranks, one does.
 
     NUMBER.png is the picture that the VAE makes of the latents, NUMBER.txt its caption, NUMBER_mask.png the mask of its
-    loss where it has one, and samples.jsonl names of each the record, step, bucket and cut.
+    loss and NUMBER_control.png its reference image where it has such, and samples.jsonl names of each the record, step, bucket and cut.
     Raises: ConfigFault; DataFault, TrainingFault as training would.
     """
     launch, folder = Launch.from_environment(), Path(folder)
@@ -105,8 +105,9 @@ class _Dump:
                     _log(rejects)
 
                     # what the model would see, beside where it comes from
+                    references = self._references(batch)
                     for sample, pixels, facts in zip(samples, self._pictures(batch), self._facts(batch, samples, step)):
-                        _save(self.folder, number, sample, pixels, batch, facts)
+                        _save(self.folder, number, sample, pixels, batch, references, facts)
                         listing.write(redact_text(json.dumps({"number": number, **facts}, ensure_ascii=False)) + "\n")
                         number += 1
         log.info(
@@ -123,7 +124,14 @@ class _Dump:
 
     def _pictures(self, batch: Batch) -> np.ndarray:
         """Decode the latents of a micro batch. Shape: (B, H, W, 3) uint8."""
-        latents = self.family.latents(self.device.to_device(batch), self.parts)
+        return self._decoded(self.family.latents(self.device.to_device(batch), self.parts))
+
+    def _references(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Decode the latents of a micro batch's reference images, by name."""
+        latents = self.family.references(self.device.to_device(batch), self.parts)
+        return {name: self._decoded(value) for name, value in latents.items()}
+
+    def _decoded(self, latents: torch.Tensor) -> np.ndarray:
         pixels = self.family.drawer(self.parts).decode(latents).cpu()
         images: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
         return images
@@ -144,14 +152,19 @@ class _Dump:
         ]
 
 
-def _save(folder: Path, number: int, sample: Sample, pixels: np.ndarray, batch: Batch, facts: dict[str, Any]) -> None:
-    """Write one sample. facts: "row" of the batch is taken out of them."""
+def _save(
+    folder: Path, number: int, sample: Sample, pixels: np.ndarray, batch: Batch, references: dict[str, np.ndarray],
+    facts: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write one sample. references: by name, (B, H, W, 3) uint8. facts: "row" of the batch is taken out of them."""
     row = facts.pop("row")
     Image.fromarray(pixels).save(folder / f"{number:06d}.png")
     (folder / f"{number:06d}.txt").write_text(sample.caption + "\n", encoding="utf-8")
     if batch.loss_mask is not None:
         mask = (batch.loss_mask[row, 0] * 255).round().to(torch.uint8).numpy()
         Image.fromarray(mask).save(folder / f"{number:06d}_mask.png")
+    for name, shown in references.items():
+        Image.fromarray(shown[row]).save(folder / f"{number:06d}_{name}.png")
 
 
 def _log(rejects: list[Reject]) -> None:

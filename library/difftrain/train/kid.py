@@ -41,13 +41,17 @@ TAG = "kid_efflite0"
 
 @dataclass(frozen=True)
 class Lot:
-    """Some held-out records of one bucket. real: their pictures' features, (N, 1280); through: after the VAE only."""
+    """Some held-out records of one bucket. real: their pictures' features, (N, 1280); through: after the VAE only.
+
+    references: images that a model is shown which edits, (N, 3, H, W) uint8 each.
+    """
 
     bucket: Bucket
     keys: tuple[bytes, ...]
     captions: tuple[str, ...]
     real: Tensor
     through: Tensor
+    references: tuple[Tensor, ...] = ()
 
 
 class DrawnPictures:
@@ -149,6 +153,7 @@ class DrawnPictures:
                     guidance=section.kid_guidance,
                     sampler=sampler_of(self._cfg),
                     seeds=[int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) for key in lot.keys],
+                    references=lot.references,
                 )
                 yield number, self._features(pictures)
 
@@ -172,7 +177,8 @@ class DrawnPictures:
                 batch = self._device.to_device(maker.collate(bucket, samples, kept, rejects))
                 with torch.no_grad():
                     through = self._features(drawer.decode(family.latents(batch, parts)))
-                yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through)
+                shown = tuple(torch.from_numpy(np.stack(one)) for one in zip(*(sample.control for sample in samples)))
+                yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through, shown)
 
     def _features(self, pictures: Tensor) -> Tensor:
         """Look at a lot's pictures by themselves: which lots a rank has changes no bit of them."""

@@ -55,7 +55,7 @@ def test_a_clip_is_not_its_first_picture(monkeypatch):
             return Fit(**{**vars(found), "bucket": Bucket(found.bucket.height, found.bucket.width, frames)})
 
         monkeypatch.setattr(BucketTable, "select", clip)
-        made.append(MediaTransforms([recipe], "vae", "fp32", masks=False).address(0, (64, 64), False, CONTENT))
+        made.append(MediaTransforms([recipe], "vae", "fp32").address(0, (64, 64), False, CONTENT))
     assert made[0] != made[1]
 
 

@@ -193,7 +193,7 @@ num_repeats = 0
         ("[[directory]] 1 subsample_ratio", "1.5", "0", "1"),
         ("[[directory]] 1 video_clip_mode", "multiple_overlapping", "retired"),
         ("[[directory]] 1 shuffle_delimiter", "''"),
-        ("[[directory]] 1 control_path", "control"),
+        ("[[directory]] 1 control_path", "'sdxl'"),
         ("[[directory]] 1 mask_path", "folder", "'nowhere'"),
         ("[[directory]] 1 default_mask_file", "file", "'nowhere.png'"),
         ("[[directory]] 1 caption_prefx", "caption_prefix"),
@@ -313,11 +313,11 @@ ONE = "[[directory]]\npath = 'a'\n"
 GIVEN: dict[str, Any] = {
     "resolution": (96, 64), "enable_bucket": True, "min_bucket_reso": 64, "max_bucket_reso": 512, "bucket_reso_steps": 32,
     "bucket_no_upscale": True, "sizes": ((64, 64),), "resize_interpolation": "area", "flip": True, "random_crop": True,
-    "color_aug": True, "face_crop_range": (1.0, 2.0), "alpha_mask": True, "conditioning_dir": "a/masks", "repeats": (2,),
+    "color_aug": True, "face_crop_range": (1.0, 2.0), "alpha_mask": True, "conditioning_dir": "a/masks", "control_dirs": ("a/masks",), "repeats": (2,),
     **dict.fromkeys(("dirs", "reg_dirs", "in_json", "dataset_class", "dataset_config", "datasets")),  # the data themselves
     **dict.fromkeys(("tar_order", "tar_streams", "tar_window", "image_column", "caption_column", "verify",
                      "max_rejected_share", "shard_size", "prefetch", "workers", "image_decoder", "cache_dir", "split",
-                     "max_samples", "epoch_batches")),
+                     "max_samples", "epoch_batches", "num_control", "control_columns", "control_dropout")),
 }  # fmt: skip
 
 

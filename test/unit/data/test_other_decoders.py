@@ -86,9 +86,6 @@ def test_cached_features_of_another_decoder_are_others() -> None:
     from difftrain.data.plan.buckets import BucketTable
 
     recipe = Recipe(CaptionSection(), BucketTable.of(DatasetSection(resolution=(64, 64))), 1)
-    made = [
-        MediaTransforms([each], "vae", "fp32", masks=False)
-        for each in (recipe, recipe, replace(recipe, decoder="device"))
-    ]
+    made = [MediaTransforms([each], "vae", "fp32") for each in (recipe, recipe, replace(recipe, decoder="device"))]
     first, same, other = [cuts.address(0, (80, 90), False, bytes(16)) for cuts in made]
     assert first == same != other

@@ -11,7 +11,7 @@ import pytest
 from looking import looked_at  # noqa: F401
 
 from difftrain.cache.manifest import content_hash
-from difftrain.cache.manifest.pictures import mask_contents
+from difftrain.cache.manifest.companions import mask_contents
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import applied
 from difftrain.config.datasets.diffusion_pipe import resolve

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -90,6 +90,8 @@ def _hash_state(person: bytes, words: Any) -> hashlib.blake2b:
 
 MASKS = "masks"  # name of what is made of masks; its feature is "mask"
 MASK_VERSION = 1  # raise it when any value of any mask changes
+CONTROL_VERSION = 1  # the same of reference images
+Cut = Literal["image", "mask", "reference"]  # what is cut
 _MAX_STATES = 1 << 16
 
 
@@ -109,10 +111,10 @@ def pixel_settings(recipe: Recipe) -> list[Any]:
 
 
 class MediaTransforms:
-    """The places where pictures are cut, or their masks, and the addresses of what is made of them."""
+    """The places where pictures are cut, their masks or references, and the addresses of what is made of them."""
 
-    def __init__(self, recipes: Sequence[Recipe], fingerprint: str, storage: str, *, masks: bool) -> None:
-        self.recipes, self._masks = without_augmentation(recipes), masks
+    def __init__(self, recipes: Sequence[Recipe], fingerprint: str, storage: str, kind: Cut = "image") -> None:
+        self.recipes, self._kind = without_augmentation(recipes), kind
         self._fingerprint, self._storage = fingerprint, storage
         self._states: dict[tuple[int, tuple[int, int], bool], hashlib.blake2b] = {}
 
@@ -120,7 +122,7 @@ class MediaTransforms:
         return self.__dict__ | {"_states": {}}  # they cannot be pickled
 
     def address(self, source: int, size_hw: tuple[int, int], flip: bool, content: bytes) -> bytes:
-        """Return the address of what is made of a picture's or mask's bytes."""
+        """Return the address of what is made of a picture's, mask's or reference's bytes."""
         state = self.state(source, size_hw, flip).copy()
         state.update(content)
         return state.digest()
@@ -145,7 +147,9 @@ class MediaTransforms:
         bucket = window.fit.bucket
         shape = [[bucket.frames, bucket.height, bucket.width], list(window.fit.resized_wh), list(window.crop)]
         words = [MEDIA_VERSION, *shape, bool(flip), recipe.interpolation, recipe.decoder]
-        if not self._masks:
+        if self._kind == "reference":
+            return [*words, CONTROL_VERSION, "reference", list(size_hw)]
+        if self._kind == "image":
             return [*words, "over alpha" if recipe.alpha_mask else "over white"]
         if recipe.masks is not None:
             return [*words, MASK_VERSION, "red", list(size_hw)]

@@ -1,4 +1,4 @@
-"""Listing pictures and masks, each and its mirror image; and pairs, for an encoder that reads a picture with its caption.
+"""Listing pictures, masks and references, each and its mirror image; and pairs, for an encoder that reads a picture with its caption.
 
 The address of a pair is made of two: those that the picture and the caption would have alone, by that encoder. Captions
 are listed alone first, as those of a text encoder are, so that what has not changed is not tokenised again.
@@ -6,11 +6,9 @@ are listed alone first, as those of a text encoder are, so that what has not cha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +18,15 @@ from difftrain.cache.manifest.address import (
     BYTES,
     MASKS,
     V16,
+    Cut,
     MediaTransforms,
     as_array,
     joined_address,
     pixel_settings,
 )
 from difftrain.cache.manifest.captions import held_out
-from difftrain.cache.manifest.content_hash import (
-    FOLDER,
-    KnownHashes,
-    Log,
-    MediaBytes,
-    copy_to_duplicates,
-    first_of_duplicates,
-    hash_media,
-    picture_contents,
-    save_array,
-)
+from difftrain.cache.manifest.companions import NO_MASK, control_contents, mask_contents
+from difftrain.cache.manifest.content_hash import Log, picture_contents
 from difftrain.cache.manifest.manifest import (
     ROW,
     UNREAD,
@@ -46,16 +36,14 @@ from difftrain.cache.manifest.manifest import (
     reference_rows,
     write_manifest,
 )
-from difftrain.contracts import CAPTION, Bucket, DataFault, Reject
+from difftrain.contracts import CAPTION, CONTROL, Bucket, DataFault, Reject
 from difftrain.data.captions import may_drop
 from difftrain.data.index.writer import disk_faults
-from difftrain.data.media.media import Unusable
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index
     from difftrain.data.plan.tables import PlanTables
     from difftrain.data.prepare import Data
-    from difftrain.data.recipe import Recipe
 
 
 _ROWS = 1 << 18
@@ -63,7 +51,7 @@ _ROWS = 1 << 18
 
 @dataclass(frozen=True)
 class PictureEntries:
-    """The pictures of the tables or their masks, held out or not, as one encoder reads them: a split changes nothing here.
+    """The pictures of the tables, their masks or references, held out or not, as one encoder reads them: a split changes nothing here.
 
     ids: of the records, ascending. passed: what cannot be read now. record_addresses: of each picture and its mirror image the
     address of what is made of it alone, zeros for none, UNREAD for what cannot be read now. ordered: ids, bucket by
@@ -91,6 +79,8 @@ class PictureEntries:
         if masks:
             contents, passed = mask_contents(index, data.recipes, ids, look=look, log=log)
             ids = ids[(contents[ids] != NO_MASK).any(axis=1)]
+        elif request.encoder.source == CONTROL:
+            contents, passed = control_contents(index, ids, request.encoder.reference, look=look, log=log)
         else:
             contents, passed = picture_contents(index, ids, look=look, log=log)
         return cls(data, request, ids, contents, passed, buckets, bucket_of)
@@ -110,9 +100,9 @@ class PictureEntries:
     @cached_property
     def record_addresses(self) -> np.ndarray:
         """Make the addresses."""
-        transforms = MediaTransforms(
-            self.data.recipes, self.request.fingerprint, self.request.storage, masks=self.request.name == MASKS
-        )
+        request = self.request
+        kind: Cut = "mask" if request.name == MASKS else "reference" if request.encoder.source == CONTROL else "image"
+        transforms = MediaTransforms(self.data.recipes, request.fingerprint, request.storage, kind)
         variants = 2 if self.flips[self.ids].any() else 1
         return _addresses(self.data.index, transforms, self.ids, self.contents, self.flips, variants)
 
@@ -289,93 +279,3 @@ class _PairRows:
         rows["record"], rows["variant"], rows["plain"] = ids[row], 2 * number + flip, self._is_held_out[ids[row]]
         rows["address"] = as_array([joined_address(pair) for pair in zip(alone, texts, strict=True)])
         return rows[readable]
-
-
-# --- Hashes of the masks of pictures: of the picture itself where its alpha is the mask, else of the mask's own file
-
-
-NO_MASK = np.ones(BYTES, np.uint8)  # content of the mask of a picture that has none, and counts as a whole
-
-
-def mask_contents(
-    index: Index, recipes: Sequence[Recipe], needed: np.ndarray, *, look: bool, log: Log
-) -> tuple[np.ndarray, list[Reject]]:
-    """Return the content of every record's mask, and which of the wanted ones have none and why.
-
-    needed: ids, ascending, of records that have a mask. look: see whether the files are what they were; else what is
-    known of them counts. Shape: (N, 16) uint8, zeros where it is not known, NO_MASK where there is none.
-    """
-    apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[needed]]
-    contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
-    if not apart.all():
-        hashed, rejects = picture_contents(index, needed[~apart], look=look, log=log)
-        contents[needed[~apart]] = hashed[needed[~apart]]
-    if apart.any():
-        files, more = _mask_file_contents(index, recipes, needed[apart], look, log)
-        contents[needed[apart]] = files[needed[apart]]
-        rejects += more
-    return contents, rejects
-
-
-def _mask_file_contents(
-    index: Index, recipes: Sequence[Recipe], needed: np.ndarray, look: bool, log: Log
-) -> tuple[np.ndarray, list[Reject]]:
-    folders = json.dumps([recipe.masks and astuple(recipe.masks) for recipe in recipes]).encode()
-    column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
-    if not look:
-        with contextlib.suppress(OSError, ValueError):
-            saved: np.ndarray = np.load(column)
-            if saved.shape == (index.count, BYTES):
-                left = needed[~saved[needed].any(axis=1)]
-                reason = "unreadable: the content of its mask is unknown, and nothing is read now"
-                return saved, [Reject(index.path(index.record(int(record_id))), reason) for record_id in left]
-
-    # the mask file of each record, by its stamp
-    contents, stamps, rejects = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8), []
-    own = np.zeros(index.count, dtype=bool)
-    own[needed] = True
-    complete = []
-    for media in _mask_files(index, recipes, own):
-        if isinstance(media, Reject):
-            rejects.append(media)
-        elif isinstance(media, int):
-            complete.append(media)
-        else:
-            stamps[media.record_id] = np.frombuffer(media.stamp, np.uint8)
-
-    # what is not known of them is read, one file once for all its pictures
-    known = KnownHashes(index.folder.parent / FOLDER)
-    contents[needed] = known.lookup(stamps[needed])
-    contents[complete] = NO_MASK
-    own &= stamps.any(axis=1) & ~contents.any(axis=1)
-    if own.any():
-        once = first_of_duplicates(own, stamps)  # one mask may serve many pictures
-        work = (media for media in _mask_files(index, recipes, once) if isinstance(media, MediaBytes))
-        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, log=log)
-        copy_to_duplicates(contents, own & ~once, once, stamps)
-    here = needed[contents[needed].any(axis=1) & stamps[needed].any(axis=1)]
-    known.close(stamps[here], contents[here])
-    save_array(column, contents)
-    return contents, rejects
-
-
-def _mask_files(index: Index, recipes: Sequence[Recipe], needed: np.ndarray) -> Iterator[MediaBytes | Reject | int]:
-    """Iterate over the mask files of records; of one that counts as a whole, its id. Shape: wanted (N,) bool."""
-    rows = np.asarray(index.columns().row)
-    ids = np.zeros(int(rows.max(initial=0)) + 1, dtype=np.uint32)
-    ids[rows] = np.arange(len(rows), dtype=np.uint32)
-    sources = [info.ordinal for info in index.sources if recipes[info.ordinal].masks]
-    for row, source, path, member in index.places(sources):
-        record_id = int(ids[row])
-        masks = recipes[source].masks
-        if not needed[record_id] or masks is None:
-            continue
-        try:
-            file = masks.find(path if member is None else member)
-            if file is None:
-                yield record_id
-                continue
-            stat = file.stat()
-            yield MediaBytes(record_id, None, str(file), stat.st_size, stat.st_mtime_ns)
-        except (Unusable, OSError) as error:
-            yield Reject(index.path(index.record(record_id)), str(error))

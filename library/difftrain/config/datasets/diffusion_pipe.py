@@ -88,13 +88,14 @@ _LISTS = ("directory", "datasets")
 _RANGE = ("min_ar", "max_ar", "num_ar_buckets")
 _MANY_RESOLUTIONS = 3
 _MOST_RATIOS = 1000
-_PATHS = ("path", "mask_path", "default_mask_file", "control_path")
+_PATHS = ("path", "mask_path", "default_mask_file")
 SHARDS = (".tar", ".parquet")
 _DATA = (*SHARDS, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 # what the file sets for every data set, whatever the run's configuration says of it
 _OVERRIDDEN = frozenset({
     "data.enable_bucket", "data.min_bucket_reso", "data.max_bucket_reso", "data.bucket_reso_steps",
-    "data.bucket_no_upscale", "data.sizes", "data.repeats", "data.conditioning_dir", "captions.shuffle", "captions.separator",
+    "data.bucket_no_upscale", "data.sizes", "data.repeats", "data.conditioning_dir", "data.control_dirs", "captions.shuffle",
+    "captions.separator",
 })  # fmt: skip
 # how a picture becomes pixels is the run's to say: the file has no keys for it
 _INHERITED = tuple(name for name in PictureSection.model_fields if f"data.{name}" not in _OVERRIDDEN)
@@ -310,6 +311,7 @@ class Directory:
             repeats=repeats.numerator if repeats.denominator == 1 else float(repeats),
             share=values.get("subsample_ratio", 1.0),
             conditioning_dir=paths.get("mask_path"),
+            control_dirs=self.control_dirs(),
             default_mask=paths.get("default_mask_file"),
             masks_optional=True,
             captions_file=CAPTIONS_FILE if json_there else None,
@@ -318,9 +320,18 @@ class Directory:
             **look,
         )
 
-    def resolve_path(self, name: str) -> str:
-        """Settle a path of the file, and see whether it is there."""
-        path, wrong_with = resolve_path(self.values[name], self.reader.path.parent)
+    def control_dirs(self) -> tuple[str, ...]:
+        """Settle the folders of reference images."""
+        folders = self.values.get("control_path", ())
+        return tuple(
+            self.resolve_path("control_path", one)
+            for one in (folders if isinstance(folders, list) else [folders])
+            if one
+        )
+
+    def resolve_path(self, name: str, value: str | None = None) -> str:
+        """Settle a path of the file, and see whether it is there. value: of a key that has several."""
+        path, wrong_with = resolve_path(value or self.values[name], self.reader.path.parent)
         if wrong_with:
             self.fault(name, wrong_with, "write the whole path of one of them")
         elif name == "path" and is_file(expanded(path)) and not path.lower().endswith(SHARDS):
@@ -329,8 +340,9 @@ class Directory:
             self.fault(name, missing.replace("file or folder", "folder"), "give a folder of images")
         elif name == "default_mask_file" and not is_file(expanded(path)):
             self.fault(name, f"no such file: {path!r}", "give an image: white is trained on")
-        elif name == "mask_path" and not is_folder(expanded(path)):
-            self.fault(name, f"no such folder: {path!r}", "give a folder of masks")
+        elif name in ("mask_path", "control_path") and not is_folder(expanded(path)):
+            what = "masks" if name == "mask_path" else "reference images"
+            self.fault(name, f"no such folder: {path!r}", f"give a folder of {what}")
         return path
 
     def refuse(self) -> None:

@@ -72,6 +72,10 @@ def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _are_texts(value: list[Any]) -> bool:
+    return value != [] and all(isinstance(entry, str) and entry != "" for entry in value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -104,6 +108,10 @@ CLIP_MODE: Kind = _clip_mode
 BOOL = _kind("true or false", lambda value: isinstance(value, bool))
 TEXT = _kind("text in quotes", lambda value: isinstance(value, str))
 FILLED = _kind("text in quotes, not empty", lambda value: isinstance(value, str) and value != "")
+PATHS = _kind(
+    "text in quotes, or a list of it, not empty",
+    lambda value: _are_texts(value if isinstance(value, list) else [value]),
+)
 NUMBER = _kind("a number", _is_number)
 COUNT = _kind("a whole number, at least 0", lambda value: _is_whole(value, 0))
 POSITIVE = _kind("a whole number, at least 1", lambda value: _is_whole(value, 1))
@@ -171,7 +179,8 @@ KEYS: tuple[DatasetKey, ...] = (
     Row("is_reg", OWN, "subset.is_reg", subsets=("dreambooth",), help="regularisation pictures"),
     Row("alpha_mask", OWN, "subset.alpha_mask", "data.alpha_mask", subsets=("dreambooth", "finetune")),
     Row("metadata_file", OWN, "subset.metadata_file", filled=True, subsets=("finetune",), help="kohya's fine-tuning metadata"),
-    Row("conditioning_data_dir", OWN, "subset.conditioning_dir", filled=True, subsets=("controlnet",), help="masks by the images' names"),
+    Row("conditioning_data_dir", OWN, "subset.conditioning_dir", filled=True, subsets=("controlnet",),
+        help="masks by the images' names; reference images where the family edits images and loss.masked is not on"),
 
     # diffusion-pipe's
     Row("path", DIRECTORY, "subset.image_dir", kind=FILLED, help=(
@@ -183,9 +192,11 @@ KEYS: tuple[DatasetKey, ...] = (
         "one counts in full; the log says at the start how many there are (not of images in tars). Its masks apply whatever `loss.masked` says.")),
     Row("default_mask_file", TOP, "subset.default_mask", kind=FILLED, help=(
         "The mask of images that have none; it is stretched to each. An entirely black one is refused.")),
-    Row("control_path", TOP, kind=FILLED, status="later", needs="control", remedy="leave it out",
-        why="training on control images is not built yet, for the family {family!r} or any other",
-        help="An error: training on control images is not built yet."),
+    Row("control_path", TOP, "subset.control_dirs", kind=PATHS, status="later", needs="control", remedy="leave it out, or name a family that edits images",
+        why="the family {family!r} is shown no reference images", help=(
+        "A folder of reference (control) images by the images' names, any suffix, of the same aspect ratio: they are cut and mirrored as the images are. "
+        "A list: a folder for each reference. With `num_control` above 1 a single folder may hold name_0, name_1, ... instead. "
+        "An error for a family that is shown no reference images.")),
     Row("num_repeats", TOP, "subset.repeats", kind=REPEATS, help=(
         "Uses of an image in an epoch, 1 by default. Fractions are exact: 0.5 uses every image in every second epoch, 1.25 once in each, "
         "and once more in every fourth.")),

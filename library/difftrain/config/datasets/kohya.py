@@ -11,6 +11,7 @@ from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import KOHYA, DatasetKey, SubsetKind
 from difftrain.config.datasets.reader import Table, TomlReader, converted
 from difftrain.config.paths import expanded, is_file, is_folder, toml_entry_point
+from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
 from difftrain.config.spellings.spelling import option
@@ -136,6 +137,9 @@ class KohyaReader(TomlReader):
         fields = self.fields("subset", kind, (own, *levels))
         captions = self.fields("captions", kind, (own, *levels))
         masks = own.get("conditioning_data_dir") if kind == "controlnet" else None
+        fields["control_dirs"] = self.cfg.data.control_dirs
+        if masks and row_of(self.cfg).control and not self.cfg.loss.masked:  # kohya's ControlNet data: pairs of images
+            fields["control_dirs"], masks = (masks,), None
         fields["conditioning_dir"] = masks or self.cfg.data.conditioning_dir
         fields["image_dir"], fields["metadata_file"] = own.get("image_dir"), own.get("metadata_file")
 

@@ -12,6 +12,7 @@ from difftrain.config.schema.validate import choices_of, description_of
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
 from difftrain.config.spellings.spelling import meaning, spelled
+from difftrain.models.registry import FAMILIES
 
 _SECTIONS = {"dataset": DatasetSection, "subset": SubsetSection, "captions": CaptionSection}
 
@@ -61,11 +62,13 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1}
 
 
+_TEXT = {"type": "string", "minLength": 1}
 # a kind of values, as datasets/keys.py judges it -> its schema
 KINDS: dict[Any, dict[str, Any]] = {
     datasets.BOOL: {"type": "boolean"},
     datasets.TEXT: {"type": "string"},
     datasets.FILLED: {"type": "string", "minLength": 1},
+    datasets.PATHS: {"anyOf": [_TEXT, _list(_TEXT)]},
     datasets.NUMBER: {"type": "number"},
     datasets.COUNT: {"type": "integer", "minimum": 0},
     datasets.POSITIVE: {"type": "integer", "minimum": 1},
@@ -141,7 +144,8 @@ def _of_key(key: DatasetKey) -> dict[str, Any]:
         made["description"] = spelled(key.help or description_of(key.run), door="kohya")
     if key.status == "refused" and key.passes:
         made["enum"] = list(dict.fromkeys(key.passes))
-    return made | ({"deprecated": True} if key.status in ("later", "refused", "nearest") else {})
+    waits = key.status == "later" and not any(getattr(row, key.needs) for row in FAMILIES.values())
+    return made | ({"deprecated": True} if waits or key.status in ("refused", "nearest") else {})
 
 
 def _of_field(key: DatasetKey) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import draws_captions, subsets_of
-from difftrain.config.paths import expanded, is_file, is_url, path_exists
+from difftrain.config.paths import expanded, is_file, is_folder, is_url, path_exists
 from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema.families import multiple_of, row_of
 from difftrain.config.schema.names import CACHE_DTYPES, did_you_mean
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SizeSection, TrainConfig
 from difftrain.config.spellings.spelling import option, spelled
+from difftrain.contracts import control_name
 
 DATA_NEEDS: tuple[Companion, ...] = (
     Companion("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
@@ -73,7 +74,8 @@ def sources_exist(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     for number, dataset in enumerate(data.datasets, 1):
         for subset in dataset.subsets:
             pictures = subset.image_dir if subset.image_dir and hub_ids.missing(subset.image_dir) else None
-            for path in (pictures, subset.metadata_file, subset.conditioning_dir, subset.default_mask):
+            named = (pictures, subset.metadata_file, subset.conditioning_dir, subset.default_mask, *subset.control_dirs)
+            for path in named:
                 if path and not path_exists(expanded(path)):
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
 
@@ -149,7 +151,34 @@ def overridden(fields: set[str], origin: str) -> Iterator[str]:
         yield f"{option(path)}: has no effect: {origin} sets it for every dataset"
 
 
-DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes)
+def references(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """An editing model is shown as many reference images as it takes, and each image has as many."""
+    row, count = row_of(cfg), cfg.data.num_control
+    if not row.control:
+        return
+    about = ("data.num_control",)
+    if not count:
+        remedy = "an editing model learns from references; a family without them learns from captions alone"
+        yield Finding(about, f"is 0: {row.title} is trained with reference images", remedy)
+    elif count > row.control:
+        yield Finding(about, f"is {count}: {row.title} is shown at most {row.control}", f"{row.control} or fewer")
+
+    # folders, one of each reference or one of all
+    for dirs in dict.fromkeys(subset.control_dirs for subset in subsets_of(cfg)):
+        if len(dirs) not in (0, 1, count):
+            what = f"names {len(dirs)} folders, {option('data.num_control')} is {count}"
+            yield Finding(("data.control_dirs", *about), what, "a folder for each reference, or one with all of them")
+        for folder in dirs if not cfg.data.datasets else ():
+            if not is_folder(expanded(folder)):
+                remedy = "give the folder of the reference images, each named as its image"
+                yield Finding(("data.control_dirs",), f"no such folder: {folder!r}", remedy)
+    columns = len(cfg.data.control_columns)
+    if columns not in (0, count):
+        what = f"names {columns} columns, {option('data.num_control')} is {count}"
+        yield Finding(("data.control_columns", *about), what, "a column for each reference")
+
+
+DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes, references)
 
 
 _PICTURE = {
@@ -213,7 +242,8 @@ def text(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
 def dtypes(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What single features are stored in is said of features that there are, in dtypes that there are."""
     latent = "moments" if cfg.cache.latents_as == "moments" else "latents"
-    made = {latent: "latents"} | dict.fromkeys(row_of(cfg).text_features, "text")
+    latents = [latent, *(f"{control_name(number)}_latents" for number in range(cfg.data.num_control))]
+    made = dict.fromkeys(latents, "latents") | dict.fromkeys(row_of(cfg).text_features, "text")
     for name, dtype in cfg.cache.dtypes.items():
         if name not in made:
             remedy = did_you_mean(name, made) or f"known are {', '.join(made)}"

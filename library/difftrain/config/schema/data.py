@@ -102,6 +102,12 @@ class PictureSection(Section):
         None,
         description="folder of masks for {loss.masked=true}: images of the same names, whose red channel weighs the loss",
     )
+    control_dirs: tuple[str, ...] = Field(
+        (),
+        description="folders of reference images, which an editing model is shown: images of the same names, one folder for each"
+        " reference, or a single one with name_0, name_1, ...; unset: they lie with their images in tars (name.control.png,"
+        " name.reference_1.png) or parquet columns",
+    )
 
 
 class SubsetSection(PictureSection):
@@ -169,6 +175,15 @@ class DataSection(SizeSection, PictureSection):
         None,
         description="parquet column with captions; unset: found by name; also the column of metadata.jsonl, .csv or .parquet"
         " next to images, which then provides their captions",
+    )
+    num_control: Annotated[int, Field(ge=0, le=3)] = Field(
+        0, description="reference images of each image; an image with fewer or more is rejected"
+    )
+    control_columns: tuple[str, ...] = Field(
+        (), description="parquet columns of the reference images, in order; unset: found by name"
+    )
+    control_dropout: Share = Field(
+        0.0, description="fraction of uses whose reference images are zeros, so that guidance may start from there"
     )
     split: str | None = Field(
         None,

@@ -20,6 +20,7 @@ _LEAST = 8  # of sizes that tell nothing: others say what is wrong with them
 _DIFFUSION = "belongs to the noise schedule of SDXL, and {name} learns a rectified flow"
 _ENCODERS = "{name}'s text encoders are frozen: only the transformer is trained"
 _ALONE = "is {owner}'s: {title} has nothing like it"
+_NO_CONTROL = "is for models that edit images: {name} is shown no reference images"
 _OR_TYPE = 'leave it out, or say type = "{owner}"'
 # field or section that not every family takes -> why it means nothing to another, and what does the same there.
 # {name} and {title} are of the family that does not take it, {owner} is the name of the first that does.
@@ -54,6 +55,8 @@ FIELDS: dict[str, tuple[str, str]] = {
             "uncond_text_dropout_prob", "guidance", "train_only",
         )), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(("loss.text_recon_gamma", "loss.text_recon_target_layer"), (_ALONE, _OR_TYPE)),
+    **dict.fromkeys(("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout"),
+                    (_NO_CONTROL, _OR_TYPE)),
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import printable
 from difftrain.data.sources.captions import digest_of
 from difftrain.data.sources.configured import Configured, configured_sources
+from difftrain.data.sources.folder import listing_digest
 
 if TYPE_CHECKING:
     from difftrain.config import CaptionSection, DataSection
@@ -205,6 +206,8 @@ class _Builder:
         )
         if info.whole_text or info.captions_file:
             parts += (int(info.whole_text), digest_of(info))
+        if info.num_control:
+            parts += (info.num_control, listing_digest(info.control), *info.control_columns)
         return ".".join(map(str, parts))
 
     def _level(self) -> tuple[int, str]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from difftrain.contracts import DataFault, MediaRef, Record, Reject
 from difftrain.data.sources import SOURCES, SourceInfo, open_source
-from difftrain.data.sources.base import DataSource
+from difftrain.data.sources.base import DataSource, read_image
 from difftrain.io.files import read_regular
 
 T = TypeVar("T")
@@ -75,8 +75,12 @@ LONG_CAPTION = 2000  # characters: more than any text encoder here takes in
 
 _RECORD = """
 SELECT files.source, coalesce(records.path, files.path), records.member, records.offset, records.length,
-       records.width, records.height, records.captions, records.content, files.path, records.key
+       records.width, records.height, records.captions, records.content, files.path, records.key, {control}
 FROM records JOIN files ON files.id = records.file WHERE records.row = ?
+"""
+_CONTROL = """
+SELECT records.row, files.source, records.control, files.size, files.mtime_ns FROM records
+JOIN files ON files.id = records.file WHERE records.control IS NOT NULL ORDER BY records.row
 """
 _STAMPS = """
 SELECT records.row, records.content, files.size, files.mtime_ns, records.path, records.offset, records.length
@@ -150,7 +154,8 @@ class IndexSummary:
             if raw.pop("format") != FORMAT:
                 raise DataFault(f"{folder}: an index of another version; remove the folder and it is built again")
             raw["sources"] = tuple(
-                _checked(SourceInfo(**s | {"suffixes": tuple(s["suffixes"])}), _OF_A_SOURCE) for s in raw["sources"]
+                _checked(SourceInfo(**s | {name: tuple(s[name]) for name in _TUPLES if name in s}), _OF_A_SOURCE)
+                for s in raw["sources"]
             )
             raw |= {name: tuple(raw[name]) for name in ("shards", "notes")} | {"folder": str(folder)}
             summary = _checked(cls(**raw), _OF_A_SUMMARY)
@@ -165,6 +170,7 @@ class IndexSummary:
             ) from None
 
 
+_TUPLES = ("suffixes", "control", "control_columns")  # fields of a source that JSON has as lists
 # field -> the types that its value may have
 _OF_A_SOURCE: dict[str, tuple[type, ...]] = {
     "ordinal": (int,), "name": (str,), "kind": (str,), "root": (str,), "repeats": (int, float), "share": (int, float),
@@ -325,6 +331,11 @@ class Index:
     def _labels(self) -> list[str]:
         return [info.label for info in self.sources]
 
+    @cached_property
+    def _is_paired(self) -> bool:
+        """Tell whether records have reference images; an index of before there were any has no column of them."""
+        return any(info.num_control for info in self.sources)
+
     def columns(self) -> IndexColumns:
         """Return the memory-mapped columns."""
         return self._columns
@@ -336,8 +347,9 @@ class Index:
         """
         if not 0 <= record_id < self.summary.count:
             raise IndexError(f"record {record_id}: this index has ids 0 to {self.count - 1}")
-        row = self._connection().execute(_RECORD, (int(self._rows.take([record_id])[0]),)).fetchone()
-        source, path, member, offset, length, width, height, captions, content, file, key = row
+        statement = _RECORD.format(control="records.control" if self._is_paired else "NULL")
+        row = self._connection().execute(statement, (int(self._rows.take([record_id])[0]),)).fetchone()
+        source, path, member, offset, length, width, height, captions, content, file, key, control = row
         return Record(
             id=record_id,
             key=key,
@@ -346,6 +358,7 @@ class Index:
             size_hw=(height, width),
             content=content,
             name=f"{self._labels[source]}/{file}" + (f"!{member}" if member else ""),
+            control=tuple(MediaRef(source, *reference) for reference in json.loads(control)) if control else (),
         )
 
     def records(self, ids: Iterable[int]) -> list[Record]:
@@ -372,7 +385,14 @@ class Index:
 
         Raises: OSError where they are gone or shorter than when they were indexed.
         """
+        if media.path.startswith("/") and self.sources[media.source].num_control:
+            return read_image(Path(media.path))  # a reference in a folder of its own
         return self._sources[media.source].read(media)
+
+    def references(self, number: int) -> Iterator[tuple[int, MediaRef, int, int]]:
+        """Iterate over (row, reference `number`, size and mtime_ns of the record's own file), by row."""
+        for row, source, control, size, mtime_ns in self._connection().execute(_CONTROL):
+            yield row, MediaRef(source, *json.loads(control)[number]), size, mtime_ns
 
     def rejects(self) -> Iterator[Reject]:
         """Iterate over what is not trained on and why, by path."""

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob
+from difftrain.data.media.control import NO_REFERENCE, ControlFolders, look_at, refuse_other_count
 from difftrain.data.media.masks import NO_MASK, Masks
 from difftrain.data.media.media import Unusable, check_size, decode, probe
 from difftrain.data.sources import SourceInfo, open_source
-from difftrain.data.sources.base import MAX_IMAGE_BYTES, BadItem, DataSource, FileRef, SourceItem, key_path
+from difftrain.data.sources.base import (
+    MAX_IMAGE_BYTES,
+    BadItem,
+    ControlImage,
+    DataSource,
+    FileRef,
+    SourceItem,
+    key_path,
+)
 
 QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
 # kinds that are looked at again next time
-PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)
+PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK, NO_REFERENCE)
 CAPTIONLESS = ("no caption", "empty caption")  # kinds that an index which takes empty captions has not
 _STRIDE = 64  # items that one part of a divided shard takes at a time
 
@@ -39,7 +48,10 @@ class FileBatch:
 
 
 class Accepted(NamedTuple):
-    """A row of the index, without its number. content: blake2b-128 of the picture's bytes where all were read."""
+    """A row of the index, without its number. content: blake2b-128 of the picture's bytes where all were read.
+
+    control: [path, offset, length] of each reference image, as JSON; None where there is none.
+    """
 
     file: int
     path: str | None
@@ -51,6 +63,7 @@ class Accepted(NamedTuple):
     captions: str
     content: bytes | None
     key: bytes
+    control: str | None = None
 
 
 class Refused(NamedTuple):
@@ -113,13 +126,18 @@ def _accept(
             raise Unusable(kind, detail)
         captions = ("",)
 
-    # the mask where one is due, and the picture, looked at as closely as asked for
+    # the mask and the references where such are due, and the picture, looked at as closely as asked for
     if item.size > MAX_IMAGE_BYTES:
         raise Unusable("too large", f"{item.size:,} bytes, at most {MAX_IMAGE_BYTES:,} are read")
     masks = Masks(source.masks, source.default_mask, source.masks_optional)
-    masks.find(item.path or item.member or file.path)  # as base.picture_name
+    name = item.path or item.member or file.path  # as base.picture_name
+    masks.find(name)
+    references = _references(source, item, name)
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
     check_size(width, height)
+    for reference in references:
+        with beat.item(position):
+            look_at(reference, (width, height), full=work.level == FULL)
 
     # what the index keeps of it
     return Accepted(
@@ -133,7 +151,18 @@ def _accept(
         json.dumps(captions, ensure_ascii=False),
         content,
         record_key(work.source.name, item.key or key_path(file.path, item.member)),
+        json.dumps([[one.path, one.offset, one.length] for one in references]) if references else None,
     )
+
+
+def _references(source: SourceInfo, item: SourceItem, name: str) -> Sequence[ControlImage]:
+    """Find the references of an item: in folders of their own, else beside it in its shard. Raises: Unusable, OSError."""
+    if not source.num_control:
+        return ()
+    if source.control:
+        return ControlFolders(source.control, source.num_control).references(name)
+    refuse_other_count(item.control, source.num_control, name)
+    return item.control
 
 
 def _full(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, int], bytes]:

@@ -54,9 +54,9 @@ UPDATE main.files SET level = 2 WHERE level < 2 AND id IN (
     SELECT s.new FROM scan.same s JOIN old.files o ON o.id = s.old WHERE o.level = 2)
 """
 _TAKE_RECORDS = """
-INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key)
+INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key, control)
 SELECT s.new, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content,
-       iif(p.name IS NULL, r.key, record_key(p.name, f.path, r.member))
+       iif(p.name IS NULL, r.key, record_key(p.name, f.path, r.member)), {control}
 FROM old.records r JOIN scan.same s ON s.old = r.file JOIN old.files f ON f.id = r.file
 JOIN scan.mapping p ON p.old = f.source ORDER BY r.row
 """
@@ -334,7 +334,10 @@ def _mapping(
 def take_over(writer: IndexWriter) -> None:
     """Copy what the previous index knows of the matched files."""
     with disk_faults(writer.folder):
-        for statement in (_TAKE_RECORDS, _TAKE_REJECTS, _RAISE_LEVEL):
+        # an index of before there were references has no column of them
+        columns = {row[1] for row in writer.db.execute("PRAGMA old.table_info(records)")}
+        records = _TAKE_RECORDS.format(control="r.control" if "control" in columns else "NULL")
+        for statement in (records, _TAKE_REJECTS, _RAISE_LEVEL):
             writer.db.execute(statement)
 
 

@@ -40,18 +40,18 @@ CREATE TABLE files (
 CREATE TABLE records (
     row INTEGER PRIMARY KEY, file INTEGER NOT NULL, path TEXT, member TEXT, offset INTEGER NOT NULL,
     length INTEGER NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL, captions TEXT NOT NULL,
-    content BLOB, key BLOB NOT NULL);
+    content BLOB, key BLOB NOT NULL, control TEXT);
 CREATE TABLE rejects (file INTEGER, path TEXT NOT NULL, reason TEXT NOT NULL);
 """
 _ADD_RECORD = """
-INSERT INTO records (file, path, member, offset, length, width, height, captions, content, key)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO records (file, path, member, offset, length, width, height, captions, content, key, control)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _CHUNK = 1 << 16
 _KEPT = 3  # finished indexes: runs that started before the data changed still read theirs
 _STALE_S = 24 * 3600
 
-RecordRow = tuple[int, str | None, str | None, int, int, int, int, str, bytes | None, bytes]
+RecordRow = tuple[int, str | None, str | None, int, int, int, int, str, bytes | None, bytes, str | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class IndexWriter:
             self.db.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def add_records(self, rows: Iterable[RecordRow]) -> None:
-        """Add (file, path, member, offset, length, width, height, captions as JSON, content, key)."""
+        """Add (file, path, member, offset, length, width, height, captions as JSON, content, key, references as JSON)."""
         with self._transaction():
             self.db.executemany(_ADD_RECORD, rows)
 

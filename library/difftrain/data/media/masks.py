@@ -23,18 +23,23 @@ def find_mask(folder: Path, name: str) -> Path:
 
     name: relative path, or the name of a member. Raises: Unusable.
     """
-    for candidate in _candidates(folder, split_suffix(name)[0]):
-        if candidate.is_file():
-            return candidate
+    for stem in stems_of(name):
+        if (path := picture_at(folder, stem)) is not None:
+            return path
     raise Unusable(NO_MASK, f"{folder} holds no image named {split_suffix(name)[0]}")
 
 
-def _candidates(folder: Path, stem: str) -> Iterator[Path]:
+def stems_of(name: str) -> Iterator[str]:
+    """Yield by what the companion of an item is called in another folder: its relative path without a suffix, its bare name."""
+    stem = split_suffix(name)[0]
     bare = stem.rpartition("/")[2]
     leads_out = stem.startswith("/") or ".." in stem.split("/")  # a picture elsewhere would be found as its own mask
-    for name in dict.fromkeys((bare,) if leads_out else (stem, bare)):
-        for suffix in _ORDER:
-            yield folder / f"{name}{suffix}"
+    yield from dict.fromkeys((bare,) if leads_out else (stem, bare))
+
+
+def picture_at(folder: Path, stem: str) -> Path | None:
+    """Return the picture of a folder that is called so, whatever its suffix; None where there is none."""
+    return next((path for suffix in _ORDER if (path := folder / f"{stem}{suffix}").is_file()), None)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class SourceInfo:
     default_mask: str = ""  # of pictures without a mask of their own
     masks_optional: bool = False  # a picture without a mask counts as a whole
     split: str = ""  # of train, validation and test, the one that is read; "": everything
+    num_control: int = 0  # reference images that each picture has
+    control: tuple[str, ...] = ()  # folders where they lie by the pictures' names; none: with them in the shard
+    control_columns: tuple[str, ...] = ()  # of parquet files
 
     @property
     def label(self) -> str:
@@ -78,6 +81,18 @@ class FileRef:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlImage:
+    """One reference image before anyone has looked at it. path, offset, length: as MediaRef has them; `size` bytes. name: in messages."""
+
+    path: str
+    offset: int
+    length: int
+    size: int
+    open: Callable[[], BinaryIO]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceItem:
     """One picture before anyone has looked at it. `open` gives a seekable file of its bytes, `length` of them."""
 
@@ -91,6 +106,7 @@ class SourceItem:
     path: str | None = None  # where the bytes lie in another file than the one that was listed
     size_wh: tuple[int, int] | None = None  # where it is known without reading them
     key: str | None = None  # what stands for it in its key, where that is not file and member
+    control: tuple[ControlImage, ...] = ()  # its reference images, where they lie with it in the shard
 
 
 @dataclass(frozen=True, slots=True)

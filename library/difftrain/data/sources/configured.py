@@ -129,10 +129,17 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         suffixes = ()  # caption files beside it are passed over
     known["masks"] = str(_absolute(subset.conditioning_dir)) if subset.conditioning_dir else ""
     known["default_mask"] = str(_mask(_absolute(subset.default_mask))) if subset.default_mask else ""
+    known |= {
+        "num_control": data.num_control,
+        "control": tuple(str(_absolute(folder)) for folder in subset.control_dirs),
+        "control_columns": data.control_columns,
+    }
     known |= {"masks_optional": subset.masks_optional, "share": subset.share, "split": data.split or ""}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
     def add(kind: str, root: Path | str, times: int = 1, **more: object) -> None:
+        if data.num_control and not subset.control_dirs and kind not in _SHARDS.values():
+            raise DataFault(_unpaired(root))
         facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats(subset.repeats, times)}
         made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
 
@@ -185,6 +192,14 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
             )
         if subset.class_tokens:
             made.notes.append(f"{image_dir}: class_tokens have no effect: {kind} files contain their captions")
+
+
+def _unpaired(root: Path | str) -> str:
+    """Say that references are wanted and nobody says where they are."""
+    return (
+        f"{root}: this family learns from reference images ({option('data.num_control')}), and nothing says where those of these "
+        f"images are; give {option('data.control_dirs')}, or control_path in the dataset TOML: a folder of images of the same names"
+    )
 
 
 def _about_kohya(root: Path, folders: list[KohyaFolder], count: float) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from difftrain.contracts import MediaRef
+from difftrain.contracts import DataFault, MediaRef
 from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
     IMAGE_SUFFIXES,
@@ -121,6 +122,18 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def leads_nowhere(entry: os.DirEntry[str]) -> bool:
     """Tell a link whose end is not there, or that leads in a circle."""
     return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 - False in a circle too
+
+
+def listing_digest(folders: Sequence[str]) -> str:
+    """Hash names, sizes and times of all pictures below some folders: it changes as they do. Raises DataFault."""
+    state = hashlib.blake2b(digest_size=8)
+    for folder in folders:
+        try:
+            listed = sorted((path, *size_and_time(entry)) for path, entry in walk(Path(folder)) if is_picture(path))
+        except OSError as error:
+            raise DataFault(f"{error.filename or folder}: cannot be listed ({error.strerror})") from None
+        state.update(repr(listed).encode("utf-8", "surrogatepass") + b"\n")
+    return state.hexdigest()
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

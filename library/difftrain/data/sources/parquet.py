@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ from pyarrow import parquet
 from difftrain.contracts import DataFault, MediaRef
 from difftrain.data.sources.base import (
     BadItem,
+    ControlImage,
     DataSource,
     FileRef,
     ListedFile,
@@ -36,6 +38,10 @@ from difftrain.io.files import refuse_irregular
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "file_name", "filename", "image_file", "filepath", "file_path", "path")
 CAPTION_COLUMNS = ("caption", "text", "txt", "prompt", "description", "captions", "texts", "prompts", "sentence")
+_REFERENCE_COLUMNS = (
+    "control", "control_image", "reference", "reference_image", "source_image", "input_image", "original_image",
+    "conditioning_image",
+)  # fmt: skip
 _LARGE_GROUP_MIB = 64
 _CACHED_GROUPS = 4  # row groups of pictures kept in memory by each process
 
@@ -46,7 +52,7 @@ class ParquetSource(DataSource):
     def __init__(self, info: SourceInfo) -> None:
         super().__init__(info)
         self._lock = threading.Lock()
-        self._groups: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
         self._pid = os.getpid()
 
     def listing(self) -> Iterator[ListedFile]:
@@ -66,6 +72,7 @@ class ParquetSource(DataSource):
         except (pyarrow.ArrowException, OSError):
             return ""  # a damaged file is listed when it is read
         image, _ = self._columns(file, path)
+        self._control_columns(file, path)
         largest = max((file.metadata.row_group(g).total_byte_size for g in range(file.num_row_groups)), default=0) >> 20
         if largest <= _LARGE_GROUP_MIB or _is_text(file.schema_arrow.field(image).type):
             return ""
@@ -79,12 +86,16 @@ class ParquetSource(DataSource):
             refuse_irregular(self.root / file.path)
             opened = parquet.ParquetFile(self.root / file.path)
             image, caption = self._columns(opened, file.path)
+            control = self._control_columns(opened, file.path)
             row = 0
             for group in range(opened.num_row_groups):
-                table = opened.read_row_group(group, columns=sorted({image, caption}), use_threads=False)
-                for picture, text in zip(table.column(image), table.column(caption), strict=True):
+                table = opened.read_row_group(group, columns=sorted({image, caption, *control}), use_threads=False)
+                pairs = zip(*(table.column(name) for name in (image, caption, *control)), strict=True)
+                for picture, text, *references in pairs:
                     try:
                         item = self._item(file.path, row, picture.as_py(), text)
+                        if isinstance(item, SourceItem) and control:
+                            item = self._with_references(item, file.path, row, [one.as_py() for one in references])
                     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a type of its own kind
                         item = BadItem(str(row), f"no image: the row cannot be read: {' '.join(str(error).split())}")
                     yield item
@@ -130,30 +141,49 @@ class ParquetSource(DataSource):
             )
         return SourceItem(member, 0, 0, size, captions, opener, lacking, path=inner_path)
 
+    def _with_references(self, item: SourceItem, file: str, row: int, values: list[Any]) -> SourceItem | BadItem:
+        """Add the reference images of a row: bytes in their columns, or paths of files."""
+        references: list[ControlImage] = []
+        for number, value in enumerate(values):
+            data, path = _bytes_and_path(value)
+            if data:
+                opener = _opener(data)
+                references.append(ControlImage(file, row, -2 - number, len(data), opener, f"{number + 1} of row {row}"))
+            elif path:
+                other = self._file_item(file, str(row), path, (), "")
+                if isinstance(other, BadItem):
+                    return BadItem(other.member, f"no reference: {other.reason}")
+                references.append(ControlImage(str(other.path), 0, 0, other.size, other.open, path))
+            else:
+                return BadItem(str(row), f"no reference: row {row} holds none in column {number + 1} of references")
+        return replace(item, control=tuple(references))
+
     def read(self, media: MediaRef) -> bytes:
-        if media.length != -1:
+        if media.length >= 0:
             return read_image(self.root / media.path)
         path = str(self.root / media.path)
         try:
             starts = _group_starts(path, Path(path).stat().st_mtime_ns)
             group = bisect_right(starts, media.offset) - 1
-            data, _ = _bytes_and_path(self._group(path, group)[media.offset - starts[group]].as_py())
+            column = self._group(path, group, -1 - media.length)
+            data, _ = _bytes_and_path(column[media.offset - starts[group]].as_py())
         except (pyarrow.ArrowException, IndexError, ValueError, TypeError) as error:
             raise OSError(errno.EIO, f"row {media.offset} cannot be read: {error}", path) from None
         return data or b""
 
-    def _group(self, path: str, group: int) -> Any:
-        """Return the picture column of a row group; the last few stay in memory."""
+    def _group(self, path: str, group: int, number: int) -> Any:
+        """Return a column of a row group, 0 of the pictures, then of references; the last few stay in memory."""
         with self._lock:
             if self._pid != os.getpid():
                 self._groups.clear()
                 self._pid = os.getpid()
-            column = self._groups.pop((path, group), None)
+            column = self._groups.pop((path, group, number), None)
             if column is None:
                 file = parquet.ParquetFile(path)
                 image, _ = self._columns(file, path)
-                column = file.read_row_group(group, columns=[image], use_threads=False).column(image)
-            self._groups[path, group] = column
+                name = self._control_columns(file, path)[number - 1] if number else image
+                column = file.read_row_group(group, columns=[name], use_threads=False).column(name)
+            self._groups[path, group, number] = column
             while len(self._groups) > _CACHED_GROUPS:
                 self._groups.popitem(last=False)
             return column
@@ -177,6 +207,36 @@ class ParquetSource(DataSource):
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
             raise DataFault(f"{self.root / path}: {'; '.join(missing)}. Columns found: {columns}")
         return image, caption
+
+    def _control_columns(self, file: Any, path: str) -> tuple[str, ...]:
+        """Choose the columns of reference images, as many as are wanted; none where they lie elsewhere.
+
+        Raises: DataFault that names the columns found.
+        """
+        number, schema = self.info.num_control, file.schema_arrow
+        if not number or self.info.control:
+            return ()
+        chosen = self.info.control_columns or _reference_columns(schema)
+        unfit = [name for name in chosen if name not in schema.names or not _can_be_picture(schema.field(name).type)]
+        if unfit or len(chosen) != number:
+            columns = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
+            what = f"no usable column {unfit[0]!r}" if unfit else f"{len(chosen)} columns for {number}"
+            raise DataFault(
+                f"{self.root / path}: {what} of references (data.num_control = {number}; data.control_columns names "
+                f"them, else they are {', '.join(_REFERENCE_COLUMNS)}, or numbered). Columns found: {columns}"
+            )
+        return chosen
+
+
+def _reference_columns(schema: Any) -> tuple[str, ...]:
+    """Return the columns of references by their names: one that is called so, and numbered ones of the same name."""
+    lower = {name.lower(): name for name in reversed(schema.names)}
+    for name in _REFERENCE_COLUMNS:
+        numbered = [lower[f"{name}_{n}"] for n in range(10) if f"{name}_{n}" in lower]
+        own = [lower[name]] if name in lower else []
+        if own or numbered:
+            return (*own, *numbered)
+    return ()
 
 
 def _choose(schema: Any, column: str, names: tuple[str, ...], fits: Callable[[Any], bool]) -> str | None:

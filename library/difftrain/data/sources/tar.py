@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
     IMAGE_SUFFIXES,
     BadItem,
+    ControlImage,
     DataSource,
     FileRef,
     ListedFile,
@@ -32,6 +34,7 @@ from difftrain.data.sources.folder import MAX_CAPTION_BYTES, size_and_time, walk
 from difftrain.data.sources.tar_headers import Member, TarDamage, read_members
 
 _OPEN_FILES = 32
+_REFERENCE = re.compile(r"(.+)\.(?:control|reference)(?:_(\d))?")  # of a name without its suffix: key.reference_1
 
 
 class Descriptors:
@@ -109,9 +112,10 @@ def open_span(file: io.FileIO, offset: int, length: int) -> io.BufferedReader:
 
 @dataclass
 class _Shard:
-    """The members of one tar that matter, by name without suffix."""
+    """The members of one tar that matter, by name without suffix. references: of a picture's name, with their numbers."""
 
     pictures: list[Member] = field(default_factory=list)
+    references: dict[str, list[tuple[int, Member]]] = field(default_factory=dict)
     texts: dict[str, Member] = field(default_factory=dict)
     sidecars: dict[str, Member] = field(default_factory=dict)
     bad: list[BadItem] = field(default_factory=list)
@@ -128,12 +132,15 @@ class TarSource(DataSource):
         yield from list_shards(self, ".tar")
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
-        shard = _read_shard(read_members(self.root / file.path))
+        shard = _read_shard(read_members(self.root / file.path), paired=self._paired)
         stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
         opened = self._files.get(self.root / file.path)
         for picture in shard.pictures:
-            yield _item(opened, picture, shard, self.info)
+            yield _item(file.path, opened, picture, shard, self.info)
         yield from shard.bad
+        for stem, references in shard.references.items():
+            for _, member in references if stem not in stems else ():
+                yield BadItem(member.name, "no image: the tar has no image that this reference belongs to")
         for stem, sidecar in shard.sidecars.items():
             if stem not in stems:
                 yield BadItem(sidecar.name, "no image: the tar has no image with this name")
@@ -144,10 +151,18 @@ class TarSource(DataSource):
     def count(self, path: str, enough: int) -> int:
         count = 0
         for member in read_members(self.root / path):
-            count += isinstance(member, Member) and is_picture(member.name)
+            count += isinstance(member, Member) and is_picture(member.name) and not self._is_reference(member.name)
             if count >= enough:
                 break
         return count
+
+    @property
+    def _paired(self) -> bool:
+        """Tell whether reference images lie in the tars."""
+        return bool(self.info.num_control and not self.info.control)
+
+    def _is_reference(self, name: str) -> bool:
+        return self._paired and _REFERENCE.fullmatch(split_suffix(name)[0]) is not None
 
     def read(self, media: MediaRef) -> bytes:
         return read_span(self._files.get(self.root / media.path), media.offset, media.length)
@@ -168,7 +183,7 @@ def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
             yield ListedFile("other", path)
 
 
-def _read_shard(members: Iterator[Member | TarDamage]) -> _Shard:
+def _read_shard(members: Iterator[Member | TarDamage], *, paired: bool) -> _Shard:
     shard = _Shard()
     seen: dict[str, Member] = {}
     for member in members:
@@ -188,7 +203,10 @@ def _read_shard(members: Iterator[Member | TarDamage]) -> _Shard:
             shard.bad.append(BadItem(name, "same name twice: a later member of the tar has it and is used"))
         seen[name] = member._replace(name=name)
     for name, member in seen.items():
-        if is_picture(name):
+        match = _REFERENCE.fullmatch(split_suffix(name)[0]) if paired and is_picture(name) else None
+        if match is not None:
+            shard.references.setdefault(match[1], []).append((int(match[2] or 0), member))
+        elif is_picture(name):
             shard.pictures.append(member)
         else:
             (shard.texts if name.lower().endswith(".txt") else shard.sidecars)[split_suffix(name)[0]] = member
@@ -208,7 +226,7 @@ def _refuse(member: Member, suffix: str) -> str:
     return ""
 
 
-def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> SourceItem | BadItem:
+def _item(file: str, opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> SourceItem | BadItem:
     stem = split_suffix(picture.name)[0]
     try:
         if info.captions_file:
@@ -225,8 +243,16 @@ def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -
         lacking = f"empty caption: {shard.sidecars[stem].name} has no caption"
     else:
         lacking = "no caption: no .txt or .json with its name in the tar"
+    members = [member for _, member in sorted(shard.references.get(stem, ()), key=lambda pair: (pair[0], pair[1].name))]
     return SourceItem(
-        picture.name, picture.offset, picture.size, picture.size, captions, _opener(opened, picture), lacking
+        picture.name,
+        picture.offset,
+        picture.size,
+        picture.size,
+        captions,
+        _opener(opened, picture),
+        lacking,
+        control=tuple(ControlImage(file, m.offset, m.size, m.size, _opener(opened, m), m.name) for m in members),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from difftrain.contracts import PIXELS, Batch, Encoder, Feature, Parts
+from difftrain.contracts import CONTROL, PIXELS, Batch, Encoder, Feature, Parts, control_name, image_feature
 from difftrain.diffusion.draws import normal
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MOMENTS = "moments"  # mean and standard deviation of the posterior, one after the other: (2 C, h, w) fp32
 LATENTS = "latents"  # one latent a picture, not scaled: (C, h, w) fp32
+DROPOUT = "control_dropout"  # draw: below the rate, a sample's references are zeros
 SAMPLE_SEED = 0  # of latents that are drawn once: by the picture alone, for every run
 
 
@@ -67,6 +68,36 @@ def latents_encoder(
         encode=encode,
         fingerprint=lambda: fingerprint(settings),
     )
+
+
+# --- Latents of reference images: the posterior's mean, as editing pipelines take it
+
+
+def control_encoder(
+    cfg: TrainConfig, parts: Parts, number: int, latents: Feature, dtype: torch.dtype, fingerprint: Callable[[str], str]
+) -> Encoder:
+    """Describe the VAE over reference image `number`. latents, dtype, fingerprint: as of latents_encoder."""
+    name, settings = f"{control_name(number)}_{LATENTS}", f"mean of the posterior in {dtype}"
+    return Encoder(
+        source=CONTROL,
+        features={name: latents},
+        modules=("vae",),
+        settings=settings,
+        encode=lambda batch: {name: _control_mean(cfg, batch, parts, number)},
+        fingerprint=lambda: fingerprint(settings),
+        reference=number,
+    )
+
+
+def control_latents(cfg: TrainConfig, batch: Batch, parts: Parts, number: int) -> Tensor:
+    """Return a reference's latents as the VAE makes them, (B, C, h, w) fp32: from the cache, or encoded."""
+    stored = batch.features.get(f"{control_name(number)}_{LATENTS}")
+    return _control_mean(cfg, batch, parts, number) if stored is None else stored.float()
+
+
+def _control_mean(cfg: TrainConfig, batch: Batch, parts: Parts, number: int) -> Tensor:
+    model, pixels = cfg.model, batch.features[image_feature(CONTROL, number)]
+    return posterior(parts.frozen["vae"], pixels, fp32=model.vae_fp32, batch_size=model.vae_batch_size)[0]
 
 
 def _noise(keys: tuple[bytes, ...], like: Tensor) -> Tensor:

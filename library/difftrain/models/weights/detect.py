@@ -69,6 +69,8 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
     if isinstance(sizes, dict) and isinstance(sizes.get("family"), str) and sizes["family"] in FAMILIES:
         return DetectedFamily(str(sizes["family"]), _has_all_parts(class_of(sizes["family"]), shapes))
     fits = list(_fitting(shapes))
+    # a family that stands on another has the names of its tensors: it is chosen by its own name
+    fits = [one for one in fits if not any(other != one and _stands_on(one, other) for other in fits)]
     if len(fits) == 1:
         return fits[0]
     looks = looks_like(shapes)
@@ -80,6 +82,10 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
         what = f"{file} looks like {looks}"
         remedy = f"complete models of {', '.join(TRAINED)} are read, or with --base only a denoiser (--family names it)"
     raise ConfigFault([Fault(flag, what, remedy)])
+
+
+def _stands_on(one: DetectedFamily, other: DetectedFamily) -> bool:
+    return class_of(one.name) is not class_of(other.name) and issubclass(class_of(one.name), class_of(other.name))
 
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[DetectedFamily]:

@@ -34,9 +34,9 @@ BESIDE = frozenset({"ema", "demo"})
 # what is looked at by its value in effect: a seed may be drawn, a batch made up in other ways
 BY_VALUE = frozenset({"training.seed", "global batch"})
 # where the data lie, by names that machines give: of no interest where the records are known to be the same
-NAMES = frozenset({"data.dirs", "data.reg_dirs", "data.in_json", "data.conditioning_dir"})
+NAMES = frozenset({"data.dirs", "data.reg_dirs", "data.in_json", "data.conditioning_dir", "data.control_dirs"})
 HELD_OUT = frozenset({"validation.split", "validation.seed"})  # which records are left to train on, as a plan says
-PATHS_OF_SUBSETS = (": image_dir", ": metadata_file", ": conditioning_dir", ": default_mask")
+PATHS_OF_SUBSETS = (": image_dir", ": metadata_file", ": conditioning_dir", ": control_dirs", ": default_mask")
 # the folder, and what was done once
 OWN = frozenset({"save.output_dir", "save.output_name", "save.resume", "data.cache_dir"})
 SAME_MATHS = {name.lower(): "adamw" for name in ("AdamW", "oss", *ASCEND)}  # sharded, fused: the same update

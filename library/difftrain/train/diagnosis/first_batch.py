@@ -52,7 +52,7 @@ def _encodes(encoder: Encoder, batch: Batch) -> bool:
     """Tell whether a step runs an encoder on this batch."""
     if any(name in batch.features for name in encoder.features):
         return False
-    needed = encoder.inputs if encoder.source == CAPTION else ("pixels",)
+    needed = encoder.inputs if encoder.source == CAPTION else (encoder.reads,)
     return any(name in batch.features for name in needed)  # a tokenizer leaves some out
 
 

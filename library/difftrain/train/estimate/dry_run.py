@@ -112,7 +112,9 @@ def dry_run(
     plan, total = plan_run(_seeded(cfg), data, ranks)
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
     rows = data.tables.training
-    log(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
+    shown = cfg.data.num_control
+    pairs = f", each with {shown} reference image{'s'[: shown != 1]}" if shown else ""
+    log(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}{pairs}")
     log(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
     log(f"batch: {batch_arithmetic(cfg, ranks)}")
 

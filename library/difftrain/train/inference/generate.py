@@ -18,14 +18,14 @@ from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.device.choice import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch
-from difftrain.io.files import open_regular, write_bytes
+from difftrain.io.files import write_bytes
 from difftrain.models.registry import TRAINED, make_family
 from difftrain.models.weights.adapter_files import AdapterChoice
 from difftrain.sampling.draw import GridPicture, draw_one, drawn_size, evaluating, grid_of
-from difftrain.sampling.edits import SourcePicture
+from difftrain.sampling.edits import SourcePicture, check_references, read_image_file
 from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import Prompt, PromptEntry, PromptFile, prompts_of_lines, read_prompts, set_field
-from difftrain.train.drawing import sampler_of
+from difftrain.train.drawing import references_of, sampler_of
 from difftrain.train.inference.model import AS_SAMPLES, Inference, load_model
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("difftrain")
 PNG, GRID = ".png", "grid.png"
-_LARGEST_SIDE = 16384  # of a picture to begin at
 # fields that weights say of themselves, where nobody gives them
 _SAID_BY_WEIGHTS = ("model.prediction_type", "noise.zero_terminal_snr", "model.clip_skip")
 
@@ -142,6 +141,7 @@ def prompts_of(cfg: TrainConfig, request: GenerateRequest) -> PromptFile:
     how: dict[str, Any] = {
         "flow": learns_flow(cfg),
         "guided": row_of(cfg).has("model.guidance"),
+        "references": references_of(cfg),
         "option": {"sample.prompts": "--prompts", "sample.sampler": "--sampler"}.__getitem__,
         "defaults": defaults,
     }
@@ -156,6 +156,7 @@ def prompts_of(cfg: TrainConfig, request: GenerateRequest) -> PromptFile:
         raise ConfigFault([*faults, *error.faults]) from None
     if faults:
         raise ConfigFault(faults)
+    check_references(prompts.prompts)
     return prompts
 
 
@@ -216,28 +217,12 @@ def _source(request: GenerateRequest) -> SourcePicture | None:
     """Read the picture to begin at, and the mask. Raises ConfigFault."""
     if request.image is None:
         return None
-    image = _picture(request.image, "--image")
-    mask = _picture(request.mask, "--mask") if request.mask is not None else None
+    image = read_image_file(request.image, "--image")
+    mask = read_image_file(request.mask, "--mask") if request.mask is not None else None
     if mask is not None and mask.size != image.size:
         what = f"{request.mask} is {mask.width} x {mask.height} px, the image {image.width} x {image.height}"
         raise ConfigFault([Fault("--mask", what, "white is redrawn, black is kept; same size as the image")])
     return SourcePicture(image, request.strength, mask)
-
-
-def _picture(path: Path, flag: str) -> Image:
-    from PIL import Image as images
-    from PIL import ImageOps
-
-    from difftrain.data.media.media import FORMATS
-
-    try:
-        with images.open(open_regular(path), formats=FORMATS) as opened:
-            if max(opened.size) > _LARGEST_SIDE:
-                what = f"{path} is {opened.width} x {opened.height} px"
-                raise ConfigFault([Fault(flag, what, f"sides up to {_LARGEST_SIDE} px")])
-            return ImageOps.exif_transpose(opened).copy()
-    except (OSError, ValueError, SyntaxError, images.DecompressionBombError) as error:
-        raise ConfigFault([Fault(flag, f"{path} cannot be read as an image: {error}", "give a PNG or JPEG")]) from None
 
 
 # --- the configuration

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from difftrain.contracts import Draw, Record
+from difftrain.contracts import Draw, Record, control_name
 from difftrain.data.media.media import Unusable, decode
 from difftrain.report.page import jpeg_address
 from difftrain.train.inspect.facts import Look
@@ -151,4 +151,7 @@ def _pictures(look: Look, record: Record, draw: Draw, epoch: int, step: int, bud
     if sample.mask is not None:
         grey = np.rint(sample.mask[0] * 255).astype(np.uint8)
         images["mask"] = jpeg_address(Image.fromarray(grey), TRIES, budget // 2)
+    for number, reference in enumerate(sample.control):
+        shown = Image.fromarray(reference.transpose(1, 2, 0))
+        images[control_name(number)] = jpeg_address(shown, TRIES, budget // 2)
     return {"images": images, "fault": None}
