@@ -93,14 +93,11 @@ class Flux(ModelFamily):
             else ["guidance has no effect: this transformer has no guidance input"]
         )
 
-    def rope(
-        self, net: Any, size: tuple[int, int], length: int, device: torch.device, images: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and images: made in fp64 on the host, so equal on every device, once a size."""
-        key = (size, length, device, images)
+    def rope(self, net: Any, size: tuple[int, int], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rotary tables of text and image: made in fp64 on the host, so equal on every device, once a size."""
+        key = (size, length, device)
         if key not in self._ropes:
-            places = torch.cat([passes.grid(*size, first=number) for number in range(images)])
-            cos, sin = net.pos_embed(passes.behind_text(places, length))
+            cos, sin = net.pos_embed(passes.behind_text(passes.grid(*size), length))
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
 
