@@ -39,7 +39,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 def test_every_row_is_here_or_named_elsewhere():
     here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
-    here |= {"complex_rotary_of_text_and_image", "complex_rotary_of_one_stream"}
+    here |= {f"complex_rotary_of_{forms}" for forms in ("text_and_image", "one_stream", "grouped_heads")}
     elsewhere = {"native_npu"}  # test_attention.py
     assert {row.name for row in patches.PATCHES} == here | elsewhere
 
@@ -98,6 +98,25 @@ def test_complex_tables_of_diffusers_are_complex_on_the_device_too_and_real_ones
         ours = form.rotate(x.to(NPU), tables).cpu()
     assert seen.dtypes == {torch.float32} and ran["npu::npu_rotary_mul"] == form.calls
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_tables_of_grouped_heads_are_complex_of_twice_fp64_and_rotate_as_real_ones():
+    from diffusers.models.transformers import transformer_lumina2
+
+    def rotated(device):
+        (table,) = transformer_lumina2.Lumina2RotaryPosEmbed(10000, [16], [5]).freqs_cis
+        out = transformer_lumina2.apply_rotary_emb(x.to(device), table[None].to(device), use_real=False)
+        return table.dtype, out.cpu()
+
+    x = drawn(1, 5, 3, 16)
+    with patches.without("complex_rotary_of_grouped_heads"):
+        dtype, theirs = rotated("cpu")
+    assert dtype == torch.complex128
+    patches.apply("diffusers")
+    with counted.DtypeCount("npu") as seen:
+        dtype, ours = rotated(NPU)
+    assert dtype == torch.float32 and seen.dtypes == {torch.float32}
+    torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------ AdamW
