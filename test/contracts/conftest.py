@@ -50,6 +50,17 @@ def tiny(name: str) -> families.Tiny:
 
 
 @pytest.fixture
+def no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the fixed positions of SD3's sizes, which take seconds and gigabytes: nothing is counted of them."""
+    from diffusers.models import embeddings
+
+    def blank(width: int, side: int, **_: object) -> torch.Tensor:
+        return torch.zeros(1).expand(side * side, width)
+
+    monkeypatch.setattr(embeddings, "get_2d_sincos_pos_embed", blank)
+
+
+@pytest.fixture
 def fresh(name: str) -> Callable[..., families.Tiny]:
     """Load a tiny family of one's own: sections and fields of [model] as families.config takes them."""
     return lambda *sections, **model: families.loaded(families.config(name, *sections, **model))

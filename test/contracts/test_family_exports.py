@@ -28,7 +28,7 @@ from difftrain.models.build import build, class_of, is_transformers
 from difftrain.models.placeholder import fill
 from difftrain.models.weights.folder_export import file_name, is_second_name, second_names
 from difftrain.models.weights.initial import by_fan_in, initial_weights
-from difftrain.models.weights.keys import KeyMap, table_rule
+from difftrain.models.weights.keys import KeyMap
 
 
 def held(tiny: Tiny) -> dict[str, torch.nn.Module]:
@@ -174,7 +174,9 @@ def test_the_table_of_keys_is_diffusers_converter_row_by_row(family: str, size: 
     sizes, count = oracle.released[size]
     module = build(kit.parts[kit.denoiser], kit.denoiser, sizes)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    places = KeyMap(shapes, table_rule(kit.keys, shapes))
+    rule = kit.rule(kit.denoiser)
+    assert rule is not None
+    places = KeyMap(shapes, rule(module))
     rows, base = {}, 0
     for key, shape in places.stored.items():
         length = shape[0] if shape else 1

@@ -54,6 +54,7 @@ def test_row_and_class_name_the_same(name: str, tiny: Tiny) -> None:
     assert all(build.class_of(kind) is not None for kind in (*row.parts.values(), f"diffusers:{row.pipeline}"))
 
 
+@pytest.mark.usefixtures("no_positions")
 def test_every_size_builds_and_agrees(name: str) -> None:
     for size in FAMILIES[name].sizes:
         shipped = resources.files("difftrain.models").joinpath("sizes_shipped", f"{name}.{size}.json")

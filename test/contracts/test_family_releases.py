@@ -75,6 +75,7 @@ def test_what_was_compared_is_what_its_oracle_compares(name: str, script: Module
     assert content["compared"] == script.compared(name), f"python benchmarks/releases.py {name}"
 
 
+@pytest.mark.usefixtures("no_positions")
 def test_parameters_are_those_of_the_denoiser(name: str, script: ModuleType) -> None:
     row, oracle = FAMILIES[name], ORACLES[name]
     for key, release in releases_of(name).get("releases", {}).items():

@@ -277,7 +277,8 @@ class BaseFamily(Description):
     @property
     def is_released(self) -> bool:
         """Tell whether its sizes are those that every reader of single files knows by heart."""
-        return self.one_file is not None and is_released(self, self.one_file.released)
+        known = (self.one_file.released, *self.one_file.others) if self.one_file is not None else ()
+        return any(is_released(self, size) for size in known)
 
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""

@@ -61,7 +61,8 @@ class Text:
 class OneFile:
     """A single file with all parts of a model in their original layout.
 
-    prefixes: part -> what stands before the names of its tensors. released: the shipped size of a file that says none.
+    prefixes: part -> what stands before the names of its tensors. released: the shipped size of a file that says none;
+    others: further ones that every reader knows by heart.
     beside: tensors that such files have and no part reads; ignored: pattern of what trainers and mergers leave there.
     layout: what such a file is known by, for messages. spare: pattern of the keys of numbered blocks of which such files
     have one more than the model, that nothing reads. optional: parts that a file may lack, which then come from elsewhere.
@@ -76,6 +77,7 @@ class OneFile:
     spare: str = ""
     optional: tuple[str, ...] = ()
     identity: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     shift: float | None = None
 
 

@@ -184,7 +184,7 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         encoders=("clip_l", "clip_g", "t5"),
         text_features=("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
-        sizes=("light", "medium", "tiny", "demo"),
+        sizes=("light", "medium", "medium35", "large35", "tiny", "demo"),
         sizes_multiple={"demo": 8},
         trains=("full",),
         takes=(

@@ -28,8 +28,21 @@ def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict
     }  # fmt: skip
 
 
+# with small tables of positions: those of a release take seconds, and a size says nothing of names
+SMALL = {"sample_size": 16, "pos_embed_max_size": 8, "joint_attention_dim": 4096, "pooled_projection_dim": 2048}
+MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "out_channels": 16, **SMALL}
+NORMED = {"qk_norm": "rms_norm"}
 ORACLE = Oracle(
     forward,
+    converter="convert_sd3_transformer_checkpoint_to_diffusers",
+    released={
+        "medium": (MEDIUM, 683),
+        "medium35": ({**MEDIUM, **NORMED, "dual_attention_layers": tuple(range(13))}, 909),
+        "large35": (
+            {**MEDIUM, **NORMED, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+            1227,
+        ),
+    },
     whole={
         "transformer": of_prefix("convert_sd3_transformer_checkpoint_to_diffusers"),
         "vae": ldm("convert_ldm_vae_checkpoint"),

@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 LIGHT = "sd3_light_pretrain"
 LIGHT_LAYERS = 15
 FULL = "transformer_full"  # beside an export: the transformer as it is trained, with the last block's text branch
-MEDIUM, OTHER = "stable-diffusion-v3-medium", "stable-diffusion-v3"  # ModelSpec knows the one by name
+# shipped size -> what ModelSpec calls that release; another model is the last
+MODELSPECS = {
+    "medium35": "stable-diffusion-v3.5-medium",
+    "large35": "stable-diffusion-v3.5-large",
+    "medium": "stable-diffusion-v3-medium",
+}
+OTHER = "stable-diffusion-v3"
 
 
 def _width(s: Sizes) -> int:
@@ -332,8 +338,12 @@ class SD3Family(ModelFamily):
     @property
     def modelspec(self) -> str:  # type: ignore[override]
         """Say which SD3 it is."""
-        medium = shipped_sizes(self, "medium")["transformer"]
-        return MEDIUM if self.source.sizes["transformer"].items() >= medium.items() else OTHER
+        own = {key: _flat(value) for key, value in self.sizes.items()}
+        for size, name in MODELSPECS.items():
+            released = {"qk_norm": None, **shipped_sizes(self, size)["transformer"]}
+            if all(own.get(key) == _flat(value) for key, value in released.items()):
+                return name
+        return OTHER
 
     def native_size(self) -> tuple[int, int] | None:
         """Return (width, height) in pixels that its positions were made for."""
@@ -354,6 +364,10 @@ class SD3Family(ModelFamily):
             "uncond_text_dropout_prob": model.uncond_text_dropout_prob if model.enable_uncond_text_dropout else None,
         }
         return {name: value for name, value in own.items() if value is not None}
+
+
+def _flat(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _of_depth(transformer: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ ONE_FILE = OneFile(
         "text_encoder_3": _T5,
     }),
     released="medium",
+    others=("medium35", "large35"),
     layout="SD3's original layout has model.diffusion_model.joint_blocks., first_stage_model. and text_encoders.clip_l, "
     "clip_g and t5xxl",
     ignored=r"^(text_encoders\.\w+\.(logit_scale|transformer\.(logit_scale|scaled_fp8|text_model\.embeddings\.position_ids"
