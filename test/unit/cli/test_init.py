@@ -79,7 +79,7 @@ def test_every_fault_is_named_at_once(tiny: Path, tmp_path: Path, capsys: pytest
 
 def test_help_is_quick_and_names_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--help"]) == 0
-    assert "light, medium, tiny" in capsys.readouterr().out
+    assert "light, medium, medium35, large35, tiny" in capsys.readouterr().out
 
 
 def test_export_makes_a_folder_of_it(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
