@@ -47,6 +47,13 @@ def test_a_family_that_trains_has_a_recipe_and_a_page(name: str) -> None:
     assert pages and all((ROOT / "docs" / page).is_file() for page in pages), f"docs/models/{name}.md"
 
 
+@pytest.mark.parametrize("index", ["docs/README.md", "docs/zh/README.md"])
+def test_both_indexes_link_every_page_of_a_model(index: str) -> None:
+    text = (ROOT / index).read_text(encoding="utf-8")
+    names = [page.name for page in MODELS.glob("*.md") if page != ROOT / "docs" / ENGLISH.page]
+    assert [name for name in names if f"models/{name})" not in text] == []
+
+
 def test_every_page_of_a_model_is_some_familys() -> None:
     pages = {f"models/{page.name}" for page in (ROOT / "docs" / "models").glob("*.md")} - {ENGLISH.page}
     assert pages == {page for name in FAMILIES for page in pages_of(name) if page.startswith("models/")}
