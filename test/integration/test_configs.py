@@ -30,15 +30,6 @@ COMMON = ("--training.max_steps=2", "--training.micro_batch_size_per_gpu=2", "--
 LIGHT = ("--model.t5_max_length=8", "--model.num_layers=3")
 # folder of recipes -> the family whose tiny model stands in
 STAND_INS = {"sd3_light": "sd3"} | {name: name for name in TRAINED if FAMILIES[name].has("model.transformer")}
-STAND_INS = {
-    "sd3_light": "sd3",
-    "sd3": "sd3",
-    "flux": "flux",
-    "qwen_image": "qwen_image",
-    "chroma": "chroma",
-    "z_image": "z_image",
-    "flux_kontext": "flux_kontext",
-}  # folder of recipes -> the family whose tiny model stands in
 
 
 @pytest.fixture(scope="module")

@@ -164,14 +164,18 @@ def llama_like(folder: Path, pad: str) -> None:
 
 
 def test_a_bpe_vocabulary_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    from transformers import LlamaTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     llama_like(tmp_path / "own", "<s>")
     found = T5Vocabulary.read(tmp_path / "own")
-    assert (found.eos_id, found.pad_id, len(found)) == (2, 1, 275) and found.tokenizer_class == "LlamaTokenizerFast"
+    assert (found.eos_id, found.pad_id, len(found)) == (
+        2,
+        1,
+        275,
+    ) and found.tokenizer_class == "PreTrainedTokenizerFast"
     found.save(tmp_path / "written")
-    assert T5Vocabulary.read(tmp_path / "written") == found == pickle.loads(pickle.dumps(found))
-    theirs = LlamaTokenizerFast.from_pretrained(tmp_path / "written")
+    assert T5Vocabulary.read(tmp_path / "written").digest == found.digest and pickle.loads(pickle.dumps(found)) == found
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "written")
     tokens = Tokenize((T5_MASKED,), (found,), (12,))
     captions = ["a red cat", "", "red", "é cats  there", "cat " * 20]
     made = tokens(captions)

@@ -99,7 +99,8 @@ class T5Vocabulary:
     @property
     def tokenizer_class(self) -> str:
         """Name the class of transformers that reads what `save` writes."""
-        return "LlamaTokenizerFast" if self._parsed["model"].get("type") == BPE else "T5TokenizerFast"
+        # Llama's own makes its rules anew, and ends no text
+        return "PreTrainedTokenizerFast" if self._parsed["model"].get("type") == BPE else "T5TokenizerFast"
 
     def _id(self, token: str) -> int:
         return _ids(self._parsed)[token]
@@ -122,13 +123,15 @@ class T5Vocabulary:
         """Write a folder that transformers' own class loads: without a first token, with EOS behind the text."""
         folder.mkdir(parents=True, exist_ok=True)
         marks = {"eos_token": EOS, "unk_token": UNK, "pad_token": self.pad}
-        config: dict[str, Any] = {"tokenizer_class": self.tokenizer_class.removesuffix("Fast"), "model_max_length": 512}
-        if config["tokenizer_class"] == "T5Tokenizer":
-            config["extra_ids"] = sum(token.startswith("<extra_id_") for token in _ids(self._parsed))
+        config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "model_max_length": 512}
+        content = self.content
+        if self._parsed["model"].get("type") == BPE:
+            config |= {"tokenizer_class": self.tokenizer_class, "padding_side": "right"}
+            content = json.dumps({**self._parsed, "post_processor": _ended(self.eos_id)}, ensure_ascii=False)
         else:
-            config |= {"add_bos_token": False, "add_eos_token": True, "padding_side": "right"}
+            config["extra_ids"] = sum(token.startswith("<extra_id_") for token in _ids(self._parsed))
         config |= marks
-        (folder / JSON).write_text(self.content, encoding="utf-8")
+        (folder / JSON).write_text(content, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
 
@@ -158,10 +161,8 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
         for i, (token, _) in enumerate(pieces) if token in {PAD, EOS, UNK, *special}
     ]  # fmt: skip
 
-    # how spaces are marked, and of what a sequence of one or two texts is made
+    # how spaces are marked
     space = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always", "split": True}
-    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 0}}
 
     # the keys are in the order in which tokenizers writes them
     return {
@@ -171,20 +172,21 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
         "added_tokens": marks,
         "normalizer": {"type": "NFKC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [text, end],
-            "pair": [text, end, second, end],
-            "special_tokens": {
-                EOS: {
-                    "id": EOS,
-                    "ids": [next(i for i, (token, _) in enumerate(pieces) if token == EOS)],
-                    "tokens": [EOS],
-                }
-            },
-        },
+        "post_processor": _ended(next(i for i, (token, _) in enumerate(pieces) if token == EOS)),
         "decoder": space,
         "model": {"type": "Unigram", "unk_id": UNK_ID, "vocab": [list(piece) for piece in pieces]},
+    }
+
+
+def _ended(eos_id: int) -> dict[str, Any]:
+    """Return the rule that puts EOS behind one text, and behind both of two."""
+    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [text, end],
+        "pair": [text, end, second, end],
+        "special_tokens": {EOS: {"id": EOS, "ids": [eos_id], "tokens": [EOS]}},
     }
 
 
