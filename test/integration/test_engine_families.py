@@ -1,7 +1,7 @@
 """The contract of every way to run over ranks: what it trains, draws and exports is what one process does, and any goes on.
 
 One launch a number of ranks, its cases in sequence. In CI two ranks, and the ways in which no rank has the
-model whole; nightly every family in every way, on one, two and four, each from every checkpoint.
+model whole; nightly every family in every way, on one, two and four, on up to two each from every checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def ways_of(name: str, world: int, wide: bool) -> list[str]:
 
 
 def cases(folder: str, wide: str) -> None:
-    """Run every way on these ranks, then let each take up the checkpoint of the one before; wide: of every one."""
+    """Run every way on these ranks, then let each take up the checkpoint of the one before; wide: of every one.
+
+    On four ranks too of the one before: every pair would be an hour of two cores.
+    """
     warnings.simplefilter("ignore")
     third_patch.apply_for("accelerate", "oss")
     out, found = Path(folder), {}
@@ -52,7 +55,7 @@ def cases(folder: str, wide: str) -> None:
             for way in ways:
                 found[f"{name} {way}"] = family_case(ranks, out, name, way)
             for number, way in enumerate(ways):
-                for writer in ways if wide else [ways[number - 1]]:
+                for writer in ways if wide and ranks.size <= 2 else [ways[number - 1]]:
                     path = out / f"{name}-{writer}-state"
                     found[f"{name} {way} from {writer}"] = family_taken_up(ranks, path, name, way, None)[0]
         gathered = ranks.gather(found)
@@ -96,7 +99,7 @@ class Launches:
         if world not in self._found:
             folder.mkdir()
             wide = "wide" if self.wide else ""
-            run_ranks(world, f"{__file__}::cases", folder, wide, timeout_s=1800 if wide else 400)
+            run_ranks(world, f"{__file__}::cases", folder, wide, timeout_s=3600 if wide else 400)
             self._found[world] = json.loads((folder / "found.json").read_text())
         return folder, self._found[world]
 
