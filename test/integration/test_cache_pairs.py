@@ -183,7 +183,7 @@ def test_a_list_of_before_there_were_pairs_says_what_it_is_of_by_its_files(pictu
 
 def test_an_encoder_of_nothing_known_is_none() -> None:
     for source in (frozenset(), frozenset("pixels"), frozenset({"sound"})):
-        with pytest.raises(ValueError, match=r"an .*reads caption, pixels or both"):
+        with pytest.raises(ValueError, match=r"an .*reads one of pixels, caption, caption.pixels, control"):
             Encoder(source, {}, (), "", lambda batch: {}, lambda: "")  # type: ignore[arg-type]
 
 
