@@ -16,6 +16,7 @@ from difftrain.config.schema.validate import default_of
 from difftrain.models import build, passes
 from difftrain.models.export import key_map
 from difftrain.models.text.encode import features_of
+from difftrain.models.weights import detect
 
 
 def test_the_list_of_those_that_are_not_on_the_kit_is_right() -> None:
@@ -118,3 +119,12 @@ def test_blocks_are_all_lists_that_recur(tiny: Tiny) -> None:
     assert len(units) == len({id(block) for _, block in units}) >= 2
     for place, block in units:
         assert tiny.parts.root.get_submodule(place) is block
+
+
+def test_a_file_of_its_denoiser_alone_is_of_no_other_network(name: str, tiny: Tiny) -> None:
+    if tiny.family.infer is None:
+        pytest.skip("no file of its denoiser alone tells its sizes")
+    shapes = {key: tuple(value.shape) for key, value in tiny.net.state_dict().items()}
+    stored = key_map(tiny.family, tiny.family.denoiser).stored if tiny.family.keys else shapes
+    kinds = {FAMILIES[each.name].parts[FAMILIES[each.name].denoiser] for each in detect._fitting(stored)}
+    assert kinds <= {FAMILIES[name].parts[tiny.family.denoiser]}, "a network of another class has these names too"

@@ -168,6 +168,7 @@ class Lumina2(ModelFamily):
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
         width, entering = shapes["x_embedder.weight"]
+        shapes["layers.0.adaLN_modulation.1.weight"]  # one layer further than in what else has these names
         head = shapes["layers.0.attention.q_norm.weight"][0]
         return {
             "in_channels": entering // 4,
