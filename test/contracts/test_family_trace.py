@@ -120,7 +120,7 @@ def zeroed_gradient(made: Stepped) -> Iterator[str]:
     """One layer hands nothing back."""
     _, attention = inside(made, is_attention)
     name, module = inside(
-        made, lambda each: each in (attention.to_out[0] if hasattr(attention, "to_out") else attention.to_q,)
+        made, lambda each: each in (attention.to_out[0] if getattr(attention, "to_out", None) else attention.to_q,)
     )
     hook = module.register_full_backward_hook(
         lambda _, given, __: tuple(None if each is None else 0 * each for each in given)

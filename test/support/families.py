@@ -93,9 +93,10 @@ def bucket_of(name: str) -> Bucket:
 
 
 def batch_of(
-    family: ModelFamily, bucket: Bucket, captions: tuple[str, ...] = CAPTIONS, *, seed: int = 0, parts: Any = None
+    family: ModelFamily, bucket: Bucket, captions: tuple[str, ...] | None = None, *, seed: int = 0, parts: Any = None
 ) -> Batch:
     """Make a batch of noise pictures with these captions, and the draws that a loader makes for them."""
+    captions = captions or ORACLES[family.name].captions or CAPTIONS
     generator, count = torch.Generator().manual_seed(seed), len(captions)
     frames = (bucket.frames,) if bucket.frames > 1 else ()
     shape = (count, 3, *frames, bucket.height, bucket.width)

@@ -52,7 +52,7 @@ class Oracle:
     the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
     them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
-    text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
+    captions: of two pictures, where those of all say too little. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -62,6 +62,7 @@ class Oracle:
     sizes: Callable[[Any, Conditions], Conditions] | None = None
     released: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
     drawn: Drawn | None = None
+    captions: tuple[str, ...] = ()
     text_length: int | None = None
 
 

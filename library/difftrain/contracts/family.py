@@ -248,6 +248,11 @@ class Inputs:
     aux_targets: dict[str, Tensor] = field(default_factory=dict)
 
 
+UNTIL = (
+    "until"  # among conditions of a model that is told the time that a step goes to, (B,) in 0..1000: while it draws
+)
+
+
 class Drawer(Protocol):
     """Draw with the modules of a family: what a sampler needs of it, and nothing of a diffusers pipeline.
 

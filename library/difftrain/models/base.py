@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,6 +266,10 @@ class BaseFamily(Description):
         has the header of the run, and nothing lies beside what a pipeline reads.
         """
         return "ckpt" in self.row.layouts
+
+    def write_beside(self, folder: Path) -> dict[str, list[str]]:
+        """Write what else the pipeline of a folder has, and name the classes of it."""
+        return {}
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return tensors of a single file that are no weights of a part, and that readers of it expect."""

@@ -392,6 +392,7 @@ def write_configs(family: BaseFamily, folder: Path, dtype: torch.dtype | None = 
     scheduler = family.scheduler()
     scheduler.save_pretrained(folder / "scheduler")
     classes["scheduler"] = ["diffusers", type(scheduler).__name__]
+    classes |= family.write_beside(folder)
     index = {"_class_name": family.row.pipeline, "_diffusers_version": diffusers.__version__}
     index |= family.model_index(classes)
     beside = () if family.writes_as_kohya else ((FACTS, family.facts()),)

@@ -25,6 +25,7 @@ class Text:
     padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
     pads_left: of a language model: texts are filled up in front. marked: its template has all marks, so its tokenizer adds
     none. strips: what is taken out of captions, because it would be read as a mark.
+    quoted: of T5: it reads what a caption quotes, and nothing where it quotes nothing. raw_bytes: of T5: its tokens are bytes.
     normed: of CLIP: the encoder's last norm is put behind a hidden state that is read by number.
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
     mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
@@ -49,6 +50,8 @@ class Text:
     pads_left: bool = False
     marked: bool = False
     strips: tuple[str, ...] = ()
+    quoted: bool = False
+    raw_bytes: bool = False
     normed: bool = False
     pads_zero: bool = False
     mends: bool = False

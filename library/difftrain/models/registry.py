@@ -299,6 +299,27 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         defaults={"model.t5_max_length": 512, "save.model_as": "diffusers_safetensors", "data.num_control": 1},
     ),
+    "hunyuan_image": _flow_row(
+        title="HunyuanImage 2.1",
+        network="HunyuanImage2.1",
+        target="difftrain.models.families.hunyuan_image:HunyuanImage",
+        pipeline="HunyuanImagePipeline",
+        parts={
+            "transformer": "diffusers:HunyuanImageTransformer2DModel",
+            "vae": "diffusers:AutoencoderKLHunyuanImage",
+            "text_encoder": "transformers:Qwen2_5_VLForConditionalGeneration",
+            "text_encoder_2": "transformers:T5EncoderModel",
+        },
+        encoders=("llm", "byt5"),
+        text_features=("hidden_1", "hidden_2"),
+        multiple=32,
+        sizes=("tiny",),
+        layouts=_FOLDER_LAYOUTS,
+        trains=("full",),
+        takes=("model.guidance", "model.train_only"),
+        reasons={"model.clip_skip": "hunyuan_image reads one state of Qwen2.5-VL"},
+        defaults={"save.model_as": "diffusers_safetensors"},
+    ),
     "wan": _flow_row(
         title="Wan 2.1",
         network="Wan2.1",
@@ -392,7 +413,7 @@ UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
     "ltx-video", "hunyuan-video", "cosmos", "hidream", "cosmos_predict2", "omnigen2",
-    "hunyuan_image", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
+    "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

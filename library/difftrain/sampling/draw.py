@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.contracts import UNTIL
 from difftrain.sampling.edits import Edit, SourcePicture, reference_image, reference_pixels
 from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import UNIT, Prompt
@@ -62,6 +63,9 @@ def walk(
         entering = x if unconditional is None else torch.cat([x, x])
         if hasattr(sampler, "scale_model_input"):
             entering = sampler.scale_model_input(entering, t)
+        if UNTIL in inputs:
+            following = times[number + 1] if number + 1 < len(times) else torch.zeros_like(t)
+            inputs[UNTIL] = following.to(inputs[UNTIL]).expand(len(entering))
         output = model.predict(entering, t, inputs)
         if unconditional is not None:
             without, with_text = output.chunk(2)

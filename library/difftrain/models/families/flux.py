@@ -89,7 +89,7 @@ class Flux(ModelFamily):
         embeds = self.source.complete(self.denoiser)["guidance_embeds"]
         return (
             []
-            if embeds or self.cfg.model.guidance == 1.0
+            if self.cfg.model.guidance == 1.0 or embeds
             else ["guidance has no effect: this transformer has no guidance input"]
         )
 

@@ -12,12 +12,13 @@ import functools
 import hashlib
 import json
 import math
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import read_json_object, read_regular
@@ -134,6 +135,58 @@ class T5Vocabulary:
         (folder / JSON).write_text(content, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
+
+
+class _Bytes(NamedTuple):
+    """What encoding gives, as the library of tokenizers has it."""
+
+    ids: list[int]
+
+
+class ByteTokenizer:
+    """Read the bytes of UTF-8 as tokens behind T5's three marks."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> _Bytes:
+        """Return the ids of a text, without marks."""
+        return _Bytes([byte + 3 for byte in text.encode("utf-8")])
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[_Bytes]:
+        """Return the ids of several texts."""
+        return [self.encode(text) for text in texts]
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """ByT5's vocabulary, which lies in no file. folder: whose settings are exported."""
+
+    folder: Path | None = None
+    digest = "utf-8"
+    pad_id, eos_id = PAD_ID, EOS_ID
+
+    @classmethod
+    def read(cls, folder: Path | None) -> ByteVocabulary:
+        """Take a tokenizer's folder. Raises ValueError where it is none."""
+        if folder is not None and not (folder / "tokenizer_config.json").is_file():
+            raise ValueError(f"{folder} has no tokenizer_config.json")
+        return cls(folder)
+
+    def __len__(self) -> int:
+        return 3 + 256
+
+    def backend(self) -> ByteTokenizer:
+        """Return what turns text into ids."""
+        return ByteTokenizer()
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that transformers' ByT5Tokenizer loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+            if self.folder is not None and (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+        if not (folder / "tokenizer_config.json").is_file():
+            marks = {"eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
+            config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0, **marks}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def bare_tokenizer(content: str) -> Tokenizer:

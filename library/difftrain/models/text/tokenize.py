@@ -22,7 +22,7 @@ from difftrain.io.files import read_json_object, read_regular
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import CLEANING, PAD_1, PAD_2, ClipTokenize, mended
 from difftrain.models.text.clip_vocabulary import NUM_FIXED, ClipVocabulary, byte_symbols
-from difftrain.models.text.t5_vocabulary import T5Vocabulary, bare_tokenizer
+from difftrain.models.text.t5_vocabulary import ByteVocabulary, T5Vocabulary, bare_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,6 +78,8 @@ def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: s
         raise ValueError(f"no such file or folder: '{path}'")
     if path is None and size["vocab_size"] > MAX_BUILT_IN:
         raise ValueError("is needed: the weights do not include a tokenizer")
+    if text.raw_bytes:
+        return ByteVocabulary.read(path), []
     if text.kind == "t5":
         t5 = T5Vocabulary.read(path) if path is not None else small_t5(size["vocab_size"])
         return t5, _too_many(where, t5, text, size) + _other_marks(where, t5, text, size)
@@ -141,6 +143,8 @@ class Tokenize:
     def _ids(self, position: int, caption: str, limit: int) -> list[int]:
         text, plain = self.texts[position - 1], self._read(position, caption)
         if text.kind == "t5":
+            if text.quoted and not plain:
+                return []
             ids = self._backend(position).encode(plain, add_special_tokens=False).ids
             return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
         template = text.template if plain or not text.bare else text.bare
@@ -152,6 +156,8 @@ class Tokenize:
         plain = _plain(caption)
         for mark in self.texts[position - 1].strips:
             plain = plain.replace(mark, "")
+        if self.texts[position - 1].quoted:
+            return quotations(plain)
         return html.unescape(html.unescape(mended(plain))).strip() if self.texts[position - 1].mends else plain
 
     @property
@@ -174,6 +180,7 @@ class Tokenize:
                 template = [] if text.template == "{}" else [text.template]
                 template += ["in front"] if text.pads_left else []
                 template += ["bare", text.bare] if text.bare else []
+                template += ["quoted"] if text.quoted else []
                 parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
             elif (clip := self._clip_identity(position)) not in parts:
                 parts.append(clip)
@@ -217,6 +224,16 @@ class Tokenize:
         plain = [self._read(self._longest, text) for text in captions]
         encoded = backend.encode_batch(plain, add_special_tokens=False)
         return [len(encoding.ids) for encoding in encoded]
+
+
+_QUOTED = (r"'(.*?)'", r'"(.*?)"', "\N{LEFT SINGLE QUOTATION MARK}(.*?)\N{RIGHT SINGLE QUOTATION MARK}",
+           "\N{LEFT DOUBLE QUOTATION MARK}(.*?)\N{RIGHT DOUBLE QUOTATION MARK}")  # fmt: skip
+
+
+def quotations(caption: str) -> str:
+    """Return what a caption quotes, kind of quotation mark by kind, as an encoder of glyphs was trained to read it."""
+    texts = [text for pattern in _QUOTED for text in re.findall(pattern, caption)]
+    return ". ".join(f'Text "{text}"' for text in texts) + ". " if texts else ""
 
 
 def _plain(text: str) -> str:
