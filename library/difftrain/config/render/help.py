@@ -72,10 +72,18 @@ def _paragraph(title: str, says: str, flags: Iterable[Row]) -> str:
 
 def entries(flags: Iterable[Row], defaults: Mapping[str, Any] | None = None) -> str:
     """Write a line or more for each flag: how it is spelt, what it means, its default. defaults: as default_text."""
-    return "".join(
-        _entry(f"{flag.option}{form(flag)}", _with_default(meaning(flag), default_text(flag, defaults)))
-        for flag in flags
-    )
+    return "".join(_entry(*_spelt(flag, _with_default(meaning(flag), default_text(flag, defaults)))) for flag in flags)
+
+
+_WIDEST = 100  # characters of a flag with its words, beside which nothing stands
+
+
+def _spelt(flag: Row, explained: str) -> tuple[str, str]:
+    """Return a flag with what follows its name, and what explains it: words that fill more than a line stand there."""
+    spelt = form(flag)
+    if len(flag.option + spelt) <= _WIDEST:
+        return flag.option + spelt, explained
+    return f"{flag.option}=NAME", f"{explained}; one of {spelt.removeprefix('=').replace('|', ', ')}"
 
 
 def form(flag: Row) -> str:

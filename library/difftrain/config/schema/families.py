@@ -104,6 +104,9 @@ def _of_architecture(row: FamilyRow, denoiser: Any, vae: Any) -> int | None:
     """Return the multiple by the levels of the VAE and of a UNet, or the patch of a transformer; None: not told."""
     if not isinstance(denoiser, dict) or not isinstance(vae, dict):
         return None
+    ratio, sides = vae.get("spatial_compression_ratio"), denoiser.get("patch_size")
+    if isinstance(ratio, int) and isinstance(sides, list) and sides and isinstance(sides[-1], int):
+        return ratio * sides[-1]
     levels, unet_levels = vae.get("block_out_channels"), denoiser.get("block_out_channels")
     patch = denoiser.get("patch_size", 2) if row.denoiser != "unet" else None
     if not isinstance(levels, list) or not levels or (row.denoiser == "unet" and not isinstance(unet_levels, list)):
