@@ -39,6 +39,8 @@ WAITS = (
     "aten::_unique2",
 )
 Figures = dict[str, int]
+# by how much a figure may differ: whether the device's runtime adds gradients in place hangs on when their last holder goes
+SLACK = {("npu", "allocations"): 2}
 
 
 class TinyStep:
@@ -198,7 +200,9 @@ def judge(name: str, way: str, count: Callable[[str], Figures], update: bool) ->
         return
     limits = known.get(name, {}).get(way)
     assert limits is not None and limits.keys() == figures.keys(), f"{name} has no such figures: --update-golden"
-    rose = {key: (limits[key], value) for key, value in figures.items() if value > limits[key]}
+    apart = {key: value - limits[key] for key, value in figures.items()}
+    changed = {key: by for key, by in apart.items() if abs(by) > SLACK.get((way, key), 0)}
+    rose = {key: (limits[key], figures[key]) for key, by in changed.items() if by > 0}
     assert not rose, f"{name}, {way}: a step does more than it did, (committed, now): {rose}"
-    fell = {key: (limits[key], value) for key, value in figures.items() if value < limits[key]}
+    fell = {key: (limits[key], figures[key]) for key, by in changed.items() if by < 0}
     assert not fell, f"{name}, {way}: less than is committed; keep it by --update-golden, (committed, now): {fell}"
