@@ -127,9 +127,16 @@ def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
         "--width=64",
         "--height=32",
     )
-    extra = [f"--t5_max_length={tiny.family.cfg.model.t5_max_length}"] if "flow" in tiny.family.row.objective else []
+    row, model = tiny.family.row, tiny.family.cfg.model
+    extra = [f"--t5_max_length={model.t5_max_length}"] if row.objective == "flow" else []
+    extra += [f"--llm_max_length={model.llm_max_length}"] if model.llm_max_length else []
+    shown: tuple[str, ...] = ()
+    if row.control:
+        shown = (str(tmp_path / "reference.png"),)
+        Image.new("RGB", (64, 32), (200, 90, 20)).save(shown[0])
+        extra += [f"--control={shown[0]}"]
     assert drawn(*line, "--cfg=2", "--seed=5", f"--output={tmp_path / 'one.png'}", *extra) == 0
-    prompt = Prompt("a red cat", width=64, height=32, sample_steps=2, scale=2.0, seed=5)
+    prompt = Prompt("a red cat", width=64, height=32, sample_steps=2, scale=2.0, seed=5, control_image=shown)
     sampler = tiny.family.row.defaults.get("sample.sampler", "ddim")
     ours = draw_pictures(tiny.family.drawer(tiny.parts), [prompt], sampler=sampler, seed=None)[0].image
     assert np.abs(np.asarray(ours).astype(int) - pixels(tmp_path / "one.png")).max() <= 1
