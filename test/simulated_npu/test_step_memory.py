@@ -16,7 +16,7 @@ from difftrain.models.step_memory import step_peak
 NPU, BUCKET, BATCH = "npu:0", Bucket(128, 128), 4
 # what is known to be off on a tiny model, whose text is many times as long as its image; strict: what is mended leaves here
 OFF = {
-    "flux2": "19 % low: the fused attention's tensors live through the backward pass, whose gated layers are the peak",
+    "flux2": "19 % low: the fused attention's tensors live until the gradients are done, and gated layers are the peak",
     "flux2_klein": "19 % low, as Flux.2",
     "hunyuan_image": "25 % high: the estimate has a mask of floats, as other devices make of one of bools",
 }
