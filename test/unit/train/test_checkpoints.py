@@ -349,3 +349,27 @@ def test_an_error_of_one_rank_loses_no_checkpoint_that_is_being_written(tmp_path
     results = on_ranks(tmp_path, lambda _: opened.wait(60) and None, act, disks=1)
     assert [type(result) for result in results] == [bool, TrainingFault, bool, bool]
     checkpoint.verify(tmp_path / "machine0" / "N-step00000005-state")
+
+
+class SlowRanks(Ranks):
+    """One rank of a job whose other one has not written yet when it is asked for once."""
+
+    behind = False
+
+    def any(self, value: bool) -> bool:
+        was_behind, self.behind = self.behind, False
+        return value or was_behind
+
+
+def test_a_rank_that_has_written_lets_the_others_write(tmp_path: Path) -> None:
+    ranks = SlowRanks()
+    stage = Stage(tmp_path, ranks)
+    stage.train(1)
+    stage.save()
+    pending = stage.checkpoints._pending
+    assert pending is not None and pending.work.ended(60)
+    ranks.behind = True
+    stage.checkpoints.finish_pending(wait=False)
+    assert stage.checkpoints._pending is pending
+    stage.checkpoints.finish_pending(wait=False)
+    assert stage.checkpoints._pending is None and names(tmp_path) == ["N-step00000001-state"]
