@@ -248,9 +248,8 @@ class Inputs:
     aux_targets: dict[str, Tensor] = field(default_factory=dict)
 
 
-UNTIL = (
-    "until"  # among conditions of a model that is told the time that a step goes to, (B,) in 0..1000: while it draws
-)
+# among conditions of a model that is told, while it draws, the time that a step goes to: (B,) in 0..1000
+UNTIL = "until"
 
 
 class Drawer(Protocol):
@@ -288,9 +287,8 @@ class Drawer(Protocol):
         guidance: float | None = None,
     ) -> dict[str, Tensor]: ...  # negative prompts, or what no text is; conditions: what it is to stand beside
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
-    def with_guidance(
-        self, without: Tensor, with_text: Tensor, scale: float
-    ) -> Tensor: ...  # one prediction of two, each as x
+    # one prediction of two, each as x
+    def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor: ...
     def decode(self, latents: Tensor) -> Tensor: ...  # (B, C, [F,] h, w) -> (B, 3, [F,] H, W) in 0..1
     def encode(
         self, pixels: Tensor, generator: torch.Generator
@@ -363,9 +361,8 @@ class Family(Protocol):
     def chain(self, root: nn.Module) -> Chain: ...  # made of a whole root
     def repeated(self, parts: Parts) -> list[nn.Module]: ...  # the small blocks alike, for regional compile
     def latents(self, batch: Batch, parts: Parts) -> Tensor: ...
-    def references(
-        self, batch: Batch, parts: Parts
-    ) -> dict[str, Tensor]: ...  # latents of reference images, by control_name, as the denoiser takes them
+    # latents of reference images, by control_name, as the denoiser takes them
+    def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]: ...
     def inputs(self, batch: Batch, parts: Parts) -> Inputs: ...
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]: ...
     def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]: ...

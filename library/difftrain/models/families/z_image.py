@@ -126,9 +126,8 @@ class ZImage(ModelFamily):
         for name, of_text, places, first in zip(("cos", "sin"), known.text, known.places, known.first):
             start = first[length + 1].unsqueeze(1).expand(-1, len(places), -1)
             rows = torch.cat((start, places.expand(len(x_t), -1, -1)), dim=-1)
-            rows = torch.where(
-                beyond[:, None], first.new_full((), float(name == "cos")), rows
-            )  # those that fill up stand at 0
+            at_zero = first.new_full((), float(name == "cos"))  # where those stand that fill up
+            rows = torch.where(beyond[:, None], at_zero, rows)
             more[name] = torch.cat((rows, of_text.expand(len(x_t), -1, -1)), dim=1)
         return Tokens(image, text, temb, size, rope=known.text, more=more)
 
