@@ -241,26 +241,26 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_sleeping_parts_take_no_memory_and_give_back_what_they_took(tmp_path: Path) -> None:
-    """Text encoders of 32 MiB each beside a tiny UNet."""
+    """Text encoders of 80 MiB beside a tiny UNet: whatever else the process takes meanwhile is far less than one."""
     wide = sizes()
     for encoder in ("text_encoder", "text_encoder_2"):
-        wide[encoder] = wide[encoder] | {"intermediate_size": 1 << 16, "num_hidden_layers": 3}
+        wide[encoder] = wide[encoder] | {"intermediate_size": 1 << 17, "num_hidden_layers": 3}
     (tmp_path / "wide.json").write_text(json.dumps(wide))
     cfg = config(init_from_config=str(tmp_path / "wide.json"))
     family, parts = deferred(cfg)  # what loading takes at its first time is not the parts'
     large = sum(each.nbytes for each in parts.frozen["text_encoder_2"].state_dict().values())
-    assert large > 40e6
+    assert large > 80e6
     host.give_back()  # else waking takes what others have left
     before = resident()
     family, parts = deferred(cfg)
     encoder = family.encoders(parts)["text_encoder_2"]
     encoder.fingerprint()
-    assert resident() - before < 8e6
+    assert resident() - before < 0.4 * large
     parts.load("text_encoder_2")
     assert resident() - before > 0.8 * large
     parts.offload("text_encoder_2")
     host.give_back()
-    assert resident() - before < 8e6
+    assert resident() - before < 0.4 * large
 
 
 def test_a_file_that_is_gone_is_named_when_it_is_needed(stored: Path, tmp_path: Path) -> None:
