@@ -31,7 +31,7 @@ from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.row import Row, convert
 from difftrain.config.spellings.spelling import meaning, option, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
-from difftrain.models.registry import FamilyRow
+from difftrain.models.row import FamilyRow
 
 
 @dataclass

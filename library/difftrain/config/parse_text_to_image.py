@@ -24,7 +24,8 @@ from difftrain.config.rules.finding import Rule
 from difftrain.config.schema.validate import choices_of, default_of
 from difftrain.config.spellings.spelling import meaning, option, speaking
 from difftrain.config.spellings.text_to_image import ADAM, DEFAULTS, FLAGS, NUM_EPOCHS, WARMUP_STEPS
-from difftrain.models.registry import FAMILIES, FamilyRow
+from difftrain.models.registry import FAMILIES
+from difftrain.models.row import FamilyRow
 
 PIPELINE = "StableDiffusionPipeline"  # of the models that the example trains
 _MODEL, _RATE, _TYPE = "model.pretrained", "optimizer.learning_rate", "optimizer.type"

@@ -11,7 +11,8 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import build
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
-from difftrain.models.registry import DEFAULT, FAMILIES, FamilyRow
+from difftrain.models.registry import DEFAULT, FAMILIES
+from difftrain.models.row import FamilyRow
 
 
 @dataclass

@@ -26,7 +26,8 @@ from difftrain.models import routing
 from difftrain.models.build import possible
 from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
-from difftrain.models.registry import FAMILIES, FamilyRow
+from difftrain.models.registry import FAMILIES
+from difftrain.models.row import FamilyRow
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
 from difftrain.models.vae.latents import DROPOUT, MOMENTS, Latents
 from difftrain.models.weights import keys

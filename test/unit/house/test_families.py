@@ -17,7 +17,8 @@ from difftrain.config import TrainConfig
 from difftrain.config.schema.families import FIELDS, encoder_fields, family_titled, multiple_of, takes, why_not
 from difftrain.config.schema.names import FLOW_SAMPLERS
 from difftrain.config.schema.validate import build, choices_of, fields
-from difftrain.models.registry import DEFAULT, FAMILIES, LATER, LAYOUTS, TRAINED, UNTRAINED, make_family
+from difftrain.models.registry import DEFAULT, FAMILIES, LATER, TRAINED, UNTRAINED, make_family
+from difftrain.models.row import LAYOUTS
 
 ROOT = Path(__file__).parents[3]
 LIBRARY = ROOT / "library"

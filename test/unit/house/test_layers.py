@@ -30,9 +30,9 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {("engine", "optim"), ("engine", "checkpoint")}
-# The one module of a higher room that configuration reads: the families' rows, from which choices, help, docs, defaults
-# and rules are derived before torch is imported. It stands on contracts and the standard library alone (tested below).
-ROWS = "difftrain.models.registry"
+# What configuration reads of a higher room: the families' rows and their type, from which choices, help, docs, defaults and
+# rules are derived before torch is imported. They stand on contracts and the standard library alone (tested below).
+ROWS = {"difftrain.models.registry", "difftrain.models.row"}
 NARROW = {"sampling", "evaluation"}  # contracts and the layer below, nothing else
 # imported only in their one room, and only where they are used
 OPTIONAL = {
@@ -121,7 +121,7 @@ def test_imports_keep_to_the_layers() -> None:
         if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks") or parts[1:2] == ["third_patch"]:
             wrong.append(f"{where}: library/ imports nothing of {parts[0]}/")
         elif parts[0] == "difftrain" and parts[1:2] not in ([], ["__version__"]):
-            if source == "config" and module.startswith(f"{ROWS}."):
+            if source == "config" and module.rpartition(".")[0] in ROWS:
                 continue
             wrong += [f"{where}: {reason}" for reason in [breaks(source, parts[1])] if reason]
     assert not wrong, "\n".join(wrong)
@@ -158,10 +158,10 @@ def test_the_rule_itself_bites() -> None:
 
 
 def test_the_rows_of_families_stand_below_configuration() -> None:
-    rows = {module for module, _, _ in imports(parsed(PACKAGE / "models" / "registry.py"))}
-    assert not {
-        each for each in rows if each.split(".")[0] == "difftrain" and not each.startswith("difftrain.contracts.")
-    }
+    files = (PACKAGE / "models" / f"{row.rpartition('.')[2]}.py" for row in ROWS)
+    rows = {module for file in files for module, _, _ in imports(parsed(file))}
+    below = ("difftrain.contracts.", *(f"{row}." for row in ROWS))
+    assert not {each for each in rows if each.split(".")[0] == "difftrain" and not each.startswith(below)}
     assert {each.split(".")[0] for each in rows} <= {"difftrain", *sys.stdlib_module_names}
     assert not list(imports(parsed(PACKAGE / "models" / "__init__.py"))), "it is loaded with the rows"
 

@@ -13,7 +13,8 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from difftrain.models.registry import FAMILIES, TRAINED, UNTRAINED, FamilyRow
+from difftrain.models.registry import FAMILIES, TRAINED, UNTRAINED
+from difftrain.models.row import FamilyRow
 
 ROOT = Path(__file__).resolve().parents[4]
 RELEASES = Path(__file__).resolve().parents[2] / "models" / "releases"

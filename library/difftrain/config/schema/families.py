@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.config.paths import expanded, is_folder
-from difftrain.models.registry import FAMILIES, FamilyRow
+from difftrain.models.registry import FAMILIES
+from difftrain.models.row import FamilyRow
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import TrainConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 from difftrain.config.parse_text_to_image import WeightsIdentity
 from difftrain.io.files import open_regular, read_json_object
-from difftrain.models.registry import FAMILIES, FamilyRow
+from difftrain.models.registry import FAMILIES
+from difftrain.models.row import FamilyRow
 from difftrain.models.weights.infer import looks_like
 
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"

@@ -1,0 +1,107 @@
+"""What a family's row says, and what rows have in common.
+
+A row is literal data that is read without torch. The maths stands where `target` says. This file imports nothing but the
+standard library, so that configuration, which lies below the models, may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LAYOUTS = ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")
+FOLDER_LAYOUTS = ("diffusers", "diffusers_safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRow:
+    """Say of a family what is known without its weights.
+
+    title: what people call it; network: what logs and reports call it, by train_type where one has a name of its own.
+    target: "module:Class". pipeline: diffusers' class. parts: name -> "library:Class", the denoiser first (where a folder
+    of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
+    order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
+    sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports. trains:
+    what can be trained, nothing of a family that is known as a form only. told_by: ("part.argument", value) in a folder's
+    config.json, where families share a pipeline.
+
+    takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
+    another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
+    that differs from the field's own.
+    """
+
+    title: str
+    network: str
+    target: str
+    pipeline: str
+    parts: Mapping[str, str]
+    encoders: tuple[str, ...]
+    objective: Literal["ddpm", "flow"]
+    multiple: int
+    text_features: tuple[str, ...]
+    tasks: tuple[str, ...] = ("text-to-image",)
+    sizes: tuple[str, ...] = ()
+    sizes_multiple: Mapping[str, int] = field(default_factory=dict)
+    layouts: tuple[str, ...] = LAYOUTS
+    trains: tuple[str, ...] = ()
+    clips: bool = False  # whether data may hold clips
+    control: int = 0  # reference images that it is shown, at most; each has the image's own size
+    told_by: tuple[str, Any] | None = None
+    takes: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    networks_by_train_type: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def denoiser(self) -> str:
+        """Return the name of the part that is trained."""
+        return next(iter(self.parts))
+
+    def has(self, path: str) -> bool:
+        """Tell whether a field, or its whole section, is named in `takes`."""
+        return path in self.takes or path.partition(".")[0] in self.takes
+
+
+# what every rectified flow over a transformer has
+FLOW_FIELDS = ("flow", "repa", "model.transformer")
+# of those whose positions are added to tokens, so that blocks may see some of them; rotary ones hang on a token's place
+ROUTED_FIELDS = ("tread", "patch_masking")
+# of those that edit: images that they are shown
+CONTROL_FIELDS = ("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout")
+# what every UNet over CLIP has
+UNET_FIELDS = (
+    "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
+    "model.train_text_encoder", "model.tokenizer1", "loss.min_snr_gamma", "loss.min_snr_plus_one",
+    "loss.scale_v_pred_like_noise_pred", "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule", "loss.huber_scale",
+    "optimizer.learning_rate_te1", "optimizer.text_encoder_lr", "optimizer.unet_lr", "captions.weighted",
+)  # fmt: skip
+ONE_ENCODER = {
+    "optimizer.learning_rate_te2": "the model has one text encoder",
+    "optimizer.block_lr": "is for the 23 blocks of SDXL's UNet",
+}
+FLOW_DEFAULTS: dict[str, Any] = {
+    "cache.latents_to_disk": True,
+    "cache.text_to_disk": True,
+    "optimizer.learning_rate": 1e-4,
+    "sample.sampler": "flow_euler",
+    "save.model_as": "diffusers_safetensors",
+}
+
+
+def flow_row(*, takes: Iterable[str] = (), defaults: Mapping[str, Any] | None = None, **row: Any) -> FamilyRow:
+    """Make the row of a rectified flow over a transformer: what such rows share, and each encoder's own fields."""
+    kinds = row["encoders"]
+    paths = {f"model.{name}{i}" for i in range(1, len(kinds) + 1) for name in ("text_encoder", "tokenizer")}
+    lengths = {"model.t5_max_length"} if {"t5", "umt5"} & set(kinds) else set()
+    lengths |= {"model.llm_max_length"} & {f"model.{kind}_max_length" for kind in kinds}
+    shared = {
+        "objective": "flow",
+        "multiple": 16,
+        "text_features": ("hidden_1",),
+        "sizes": ("tiny",),
+        "layouts": ("safetensors", *FOLDER_LAYOUTS),
+        "trains": ("full",),
+    }
+    fields = frozenset({*FLOW_FIELDS, *paths, *lengths, *takes})
+    return FamilyRow(**{**shared, **row}, takes=fields, defaults={**FLOW_DEFAULTS, **(defaults or {})})
