@@ -14,7 +14,7 @@ PYTHONPATH=library "$python" benchmarks/scale.py
 "$python" benchmarks/cache_scale.py
 "$python" test/drills/compiled.py --minutes="${COMPILE_MINUTES:-20}"
 tests=(env DIFFTRAIN_NIGHTLY=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1)
-"${tests[@]}" "$python" -m pytest -q test/integration test/launchers -m nightly
+"${tests[@]}" "$python" -m pytest -q test/unit test/contracts test/integration test/launchers -m nightly
 "${tests[@]}" test/simulated_npu/run --devices=4 "$python" -m pytest -q test/simulated_npu -m nightly
 "$python" test/drills/hostile.py
 "$python" test/drills/endurance.py --steps="${ENDURANCE_STEPS:-5000}"

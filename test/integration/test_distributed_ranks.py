@@ -201,7 +201,10 @@ def one_is_stopped(who: str) -> None:
                 os.kill(processes[int(who)], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("who", [1, 0], ids=["any rank", "the rank that keeps the store"])
+@pytest.mark.parametrize(
+    "who",
+    [pytest.param(1, id="any rank", marks=pytest.mark.nightly), pytest.param(0, id="the rank that keeps the store")],
+)
 def test_a_stopped_rank_is_named_when_the_time_is_up(who: int) -> None:
     ended = run_ranks(3, f"{HERE}::one_is_stopped", who, check=False, timeout_s=60)
     assert [rank.code for rank in ended] == [-signal.SIGKILL if rank == who else 1 for rank in range(3)]
@@ -241,7 +244,10 @@ def endless_loop() -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["the rank that keeps the store", "any rank"])
+@pytest.mark.parametrize(
+    "who",
+    [pytest.param(0, id="the rank that keeps the store"), pytest.param(1, id="any rank", marks=pytest.mark.nightly)],
+)
 def test_a_rank_that_hangs_prints_where_and_is_ended(who: int) -> None:
     """Nobody started these ranks who would end them: the one that hangs ends by its own thread, once the other has left."""
     ended = run_ranks(2, f"{HERE}::one_hangs", who, check=False, timeout_s=60)

@@ -151,6 +151,7 @@ def test_what_the_pages_add_works_and_the_repositorys_own_tests_agree(copy: tupl
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.nightly
 def test_what_the_pages_add_is_tested_by_the_contract_suites(copy: tuple[Path, list[str]]) -> None:
     root, _ = copy
     suites = [f"test/contracts/test_{name}.py" for name in SUITES]

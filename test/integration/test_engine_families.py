@@ -1,6 +1,6 @@
 """The contract of every way to run over ranks: what it trains, draws and exports is what one process does, and any goes on.
 
-One launch a number of ranks, its cases in sequence. In CI two ranks, and the ways in which no rank has the
+One launch a number of ranks, its cases in sequence. In CI two ranks, and ways in which no rank has the
 model whole; nightly every family in every way, on one, two and four, on up to two each from every checkpoint.
 """
 
@@ -27,14 +27,13 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.testing.spawn import run_ranks
 
 NAMES = ("sdxl", "sd3", "flux")
-CUT = ("fsdp", "pipeline")  # in CI, of transformers
-OF_SDXL = ("native", "zero3", *CUT)  # the others: on a family without a model, in their own files
+IN_CI = {"sdxl": ("fsdp",), "sd3": ("pipeline",), "flux": ("fsdp", "pipeline")}  # each way has a file of its own, too
 NOT_ON = {1: ("hybrid", "pipeline"), 2: ("hybrid",)}  # it would be another way, or is none
 
 
 def ways_of(name: str, world: int, wide: bool) -> list[str]:
     ways = [way for way in WAYS if way not in NOT_ON.get(world, ())]
-    return ways if wide else [way for way in ways if way in (OF_SDXL if name == "sdxl" else CUT)]
+    return ways if wide else [way for way in ways if way in IN_CI[name]]
 
 
 # ---------------------------------------------------------------- what the ranks run

@@ -102,7 +102,7 @@ def test_lines_of_a_run(one: tuple[Path, str]) -> None:
         assert whole == pytest.approx(line["step_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_numbers_are_equal_on_any_number_of_ranks(run: Run, one: tuple[Path, str], ranks: int) -> None:
     """The same weights give the same bits; later ones differ by how gradients were summed.
 

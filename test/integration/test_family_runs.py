@@ -81,7 +81,9 @@ WAYS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.nightly) if way in ("native", "zero2") else way for way in WAYS]
+)
 def test_two_ranks_with_half_the_micro_batch_have_the_same_losses(home: Path, way: str) -> None:
     alone, what, how = WAYS[way]
     what = tuple(word.replace("VISION", str(home / "vision")) for word in what)

@@ -53,7 +53,8 @@ def test_a_run_leaves_its_directory(straight: dict[int, Path]) -> None:
     assert any((straight[1] / "tensorboard_logs").iterdir())
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_three_ends_at_random_in_one_epoch_change_no_bit(
     trainer: Trainer, straight: dict[int, Path], ranks: int
 ) -> None:

@@ -45,7 +45,13 @@ def saved_and_peak(family) -> tuple[int, int, int]:
     return saved, memory.peak, sum(p.grad.nbytes for p in root.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sdxl", "sd3", "flux", "lumina_2") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in TRAINED
+    ],
+)
 def test_the_pass_without_content_takes_what_the_real_one_takes(name: str) -> None:
     family = family_of(name)
     saved, peak, gradients = saved_and_peak(family)
