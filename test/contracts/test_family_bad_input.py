@@ -160,7 +160,7 @@ def test_a_language_model_without_tokenizer_json(name: str, tiny: Tiny, copy: Pa
     number = llm_of(tiny)
     (copy / tiny.family.texts[number - 1].tokenizer / "tokenizer.json").unlink()
     (fault,) = faults_of(name, pretrained=str(copy))
-    assert "tokenizer.json" in fault.what and fault.where == f"--tokenizer{number}_path"
+    assert "tokenizer.json" in fault.what and fault.where == option(f"model.tokenizer{number}")
 
 
 def test_a_vocabulary_without_the_marks_of_the_template(name: str, tiny: Tiny, copy: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Tiny, bucket_of, config, made, needs_blocks
+from families import FAMILIES, ORACLES, Tiny, bucket_of, config, made, needs_blocks
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Bucket
@@ -49,6 +49,7 @@ def test_a_deeper_model_at_an_odd_size(name: str, tiny: Tiny, tmp_path: Path) ->
     depths = [key for key in content[part] if re.fullmatch(r"(num|n)_(\w+_)?layers", key)]
     assert depths, "which of its sizes count blocks?"
     content[part] |= {key: 4 + place for place, key in enumerate(depths)}
+    content[part] |= ORACLES[name].by_depth(sum(content[part][key] for key in depths))
     family = from_file(name, tmp_path, content)
     token, frames = family.token, bucket_of(name).frames
     bucket = Bucket(5 * token, 7 * token, frames)

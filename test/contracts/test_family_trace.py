@@ -119,9 +119,8 @@ def wrong_epsilon(made: Stepped) -> Iterator[str]:
 def zeroed_gradient(made: Stepped) -> Iterator[str]:
     """One layer hands nothing back."""
     _, attention = inside(made, is_attention)
-    name, module = inside(
-        made, lambda each: each in (attention.to_out[0] if getattr(attention, "to_out", None) else attention.to_q,)
-    )
+    out = getattr(attention, "to_out", None) or attention.to_q
+    name, module = inside(made, lambda each: each is (out[0] if isinstance(out, torch.nn.ModuleList) else out))
     hook = module.register_full_backward_hook(
         lambda _, given, __: tuple(None if each is None else 0 * each for each in given)
     )

@@ -68,6 +68,8 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
             f"--model.diffusers_path={place / STAND_INS[folder]}",
             f"--data.cache_dir={place / 'cache'}",
         ]
+        if "llama3_path" in tables["model"]:
+            words.append(f"--model.llama3_path={place / STAND_INS[folder] / 'text_encoder_4'}")
         words += ["--demo.score=false"] if "score" in tables.get("demo", {}) else []
         if "eval" in tables:
             sets = f'[{{name = "unseen", config = "{place / "data.toml"}"}}]'

@@ -52,7 +52,8 @@ class Oracle:
     the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
     them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
-    captions: of two pictures, where those of all say too little. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
+    captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
+    blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -63,6 +64,7 @@ class Oracle:
     released: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
     drawn: Drawn | None = None
     captions: tuple[str, ...] = ()
+    by_depth: Callable[[int], dict[str, Any]] = lambda blocks: {}
     text_length: int | None = None
 
 

@@ -38,8 +38,10 @@ FREE = frozenset({
 })  # fmt: skip
 # fields whose value is a path or an id: a path is known by its last name, since machines mount things elsewhere
 NAMED = frozenset({
-    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.init_from_config",
-    "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "repa.encoder", "demo.folder",
+    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.tokenizer4",
+    "model.init_from_config",
+    "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "model.text_encoder4",
+    "repa.encoder", "demo.folder",
     "data.conditioning_dir", "data.in_json",
 })  # fmt: skip
 # fields that came after version 0.5: at their default they are left out, so that its runs are known again

@@ -148,8 +148,10 @@ class Layer:
 
 # fields that hold paths: they may be relative to a file's folder
 PATHS = frozenset({
-    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.init_from_config",
-    "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "model.tokenizer_cache_dir", "data.dirs", "data.reg_dirs", "data.in_json", "data.conditioning_dir", "data.control_dirs",
+    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.tokenizer4",
+    "model.init_from_config",
+    "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "model.text_encoder4",
+    "model.tokenizer_cache_dir", "data.dirs", "data.reg_dirs", "data.in_json", "data.conditioning_dir", "data.control_dirs",
     "data.cache_dir",
     "data.dataset_config", "save.output_dir", "save.preempt_file", "sample.prompts", "logging.logging_dir", "logging.tracker_config",
     "logging.console_file", "metadata.thumbnail", "repa.encoder", "deepspeed.offload_optimizer_nvme_path",

@@ -99,6 +99,15 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers.models.transformers.transformer_lumina2",
     ),
     Patch(
+        "routed_experts",
+        "diffusers",
+        ("0.34.0", "0.43.0"),
+        "none yet: models/transformers/transformer_hidream_image.py, MOEFeedForwardSwiGLU",
+        "its host waits for the device for every expert, and in evaluation no gradient goes through them",
+        "difftrain.device.experts:ROUTED",
+        "diffusers.models.transformers.transformer_hidream_image",
+    ),
+    Patch(
         "native_npu",
         "diffusers",
         ("0.36.0", "0.43.0"),

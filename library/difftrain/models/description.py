@@ -214,6 +214,16 @@ class Description:
         """Pixels along a token's side, of which both sides of a picture are multiples."""
         return self.vae.factor * self.patch
 
+    def image_tokens(self, rows: int, columns: int) -> int:
+        """Count the tokens that an image of so many has in blocks, with what fills it up."""
+        return -(-rows * columns // self.fills_to) * self.fills_to
+
+    @property
+    def small_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Return three small images, (rows, columns) in tokens, of different numbers of them in blocks."""
+        wider = max(1, self.fills_to // 2)
+        return (2, 2 * wider), (2, 3 * wider), (2, 4 * wider)
+
     def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
         """Return the host draws of the objective."""
         return flow.draws(latent, flow.time_of(self.cfg.flow, self.token, self.shift, self.vae.frames))

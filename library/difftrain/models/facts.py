@@ -17,14 +17,15 @@ class Text:
     """One text encoder: from a caption to hidden states, to a vector, or to both.
 
     part: its name among the family's parts. tokenizer: folder of diffusers' layout. length: tokens that are kept; of
-    CLIP's no more than it has positions.
+    CLIP's no more than it has positions, which may be more than it reads.
     hidden: which of hidden_states is read; "last": the output, behind the last norm; None: none.
     layers: several hidden states side by side, in place of one. pooled: the field of the output with the vector.
     template: around the caption, which stands for "{}"; bare: around no caption, and around a negative prompt, where
-    that is another. drop: tokens of the template's head that are cut off what comes out. masked: tokens are masked up to their end. reads_mask: the encoder is given that mask. zeros: rows of
-    padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
+    that is another. drop: tokens of the template's head that are cut off what comes out. masked: tokens are masked up to
+    their end. reads_mask: the encoder is given that mask. zeros: rows of padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
     pads_left: of a language model: texts are filled up in front. marked: its template has all marks, so its tokenizer adds
-    none. strips: what is taken out of captions, because it would be read as a mark.
+    none. pads_end: of a language model: texts are filled up with the token that ends them. strips: what is taken out of
+    captions, because it would be read as a mark.
     quoted: of T5: it reads what a caption quotes, and nothing where it quotes nothing. raw_bytes: of T5: its tokens are bytes.
     normed: of CLIP: the encoder's last norm is put behind a hidden state that is read by number.
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
@@ -49,6 +50,7 @@ class Text:
     passes_mask: bool = False
     pads_left: bool = False
     marked: bool = False
+    pads_end: bool = False
     strips: tuple[str, ...] = ()
     quoted: bool = False
     raw_bytes: bool = False

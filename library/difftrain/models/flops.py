@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _FEW = 4  # blocks of a list that are counted one by one
-_SIDES, _KEPT = (2, 3, 4), (2, 4, 6)  # widths of small pictures of two rows, and how many tokens of them stay
+_KEPT = (2, 4, 6)  # how many tokens of small pictures stay
 Points = list[tuple[int, int]]  # tokens and what they cost
 _known: dict[str, tuple[Points, Points]] = {}
 
@@ -47,8 +47,8 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     if key not in _known:
         _known[key] = _counts(family, bucket.frames)
     by_tokens, by_kept = _known[key]
-    tokens, fills_to = (bucket.height // family.token) * (bucket.width // family.token), family.fills_to
-    total = _through(by_tokens, -(-tokens // fills_to) * fills_to)
+    tokens = family.image_tokens(bucket.height // family.token, bucket.width // family.token)
+    total = _through(by_tokens, tokens)
     if by_kept:
         (kept,) = family.features.draws[KEEP].shape(bucket)
         total += _through(by_kept, kept) - by_kept[0][1]
@@ -57,10 +57,11 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
 
 def _counts(family: BaseFamily, frames: int) -> tuple[Points, Points]:
     """Count small pictures: of several sizes, and of the largest with more and more tokens that stay."""
-    root, token, wider = on_meta(family), family.token, max(1, family.fills_to // 2)
+    root, token = on_meta(family), family.token
     fewest = 0 if root.span is None else _KEPT[0]
-    small = [Bucket(2 * token, side * wider * token, frames) for side in _SIDES]
-    by_tokens = [(2 * s * wider, _by_blocks(family, root, bucket, fewest)) for s, bucket in zip(_SIDES, small)]
+    small = [Bucket(rows * token, columns * token, frames) for rows, columns in family.small_sizes]
+    costs = [_by_blocks(family, root, bucket, fewest) for bucket in small]
+    by_tokens = [(family.image_tokens(*size), cost) for size, cost in zip(family.small_sizes, costs)]
     if root.span is None:
         return by_tokens, []
     largest = small[-1]

@@ -289,13 +289,35 @@ FAMILIES: dict[str, FamilyRow] = {
         encoders=("llm",),
         takes=("model.train_only",),
     ),
+    "hidream": flow_row(
+        title="HiDream-I1",
+        network="HiDream-I1",
+        target="difftrain.models.families.hidream:HiDream",
+        pipeline="HiDreamImagePipeline",
+        parts={
+            "transformer": "diffusers:HiDreamImageTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:CLIPTextModelWithProjection",
+            "text_encoder_2": "transformers:CLIPTextModelWithProjection",
+            "text_encoder_3": "transformers:T5EncoderModel",
+            "text_encoder_4": "transformers:LlamaForCausalLM",
+        },
+        encoders=("clip_l", "clip_g", "t5", "llm"),
+        text_features=("pooled_1", "pooled_2", "hidden_3", "hidden_4"),
+        takes=("model.train_only",),
+        reasons={
+            "model.clip_skip": "hidream takes the pooled outputs of CLIP",
+            "model.max_token_length": "hidream's CLIP encoders read 128 tokens",
+        },
+        defaults={"model.t5_max_length": 128},
+    ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
 UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos", "hidream", "cosmos_predict2", "omnigen2",
+    "ltx-video", "hunyuan-video", "cosmos", "cosmos_predict2", "omnigen2",
     "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 

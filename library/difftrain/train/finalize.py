@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from difftrain.train.saving import Saving
 
 log = logging.getLogger("difftrain")
-PARTS_FROM_ELSEWHERE = ("vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3")
+PARTS_FROM_ELSEWHERE = ("vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3", "text_encoder4")
 
 
 def finish(

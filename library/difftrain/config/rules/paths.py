@@ -22,7 +22,8 @@ _HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file
 
 _WEIGHTS = (
     "model.pretrained", "model.vae", "model.transformer", "model.text_encoder1", "model.text_encoder2",
-    "model.text_encoder3", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3",
+    "model.text_encoder3", "model.text_encoder4", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3",
+    "model.tokenizer4",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
 
 def model(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Weights come from one place."""
-    parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
+    parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3", "text_encoder4")
     elsewhere = takes(cfg, "model.transformer") and any(value_of(cfg, f"model.{part}") for part in parts)
     if not cfg.model.pretrained and not cfg.model.init_from_config and not elsewhere:
         remedy = f"give weights, or {option('model.init_from_config')}={'|'.join(row_of(cfg).sizes[:2])}|FILE.json for random ones"

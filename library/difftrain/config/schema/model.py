@@ -43,9 +43,11 @@ class ModelSection(Section):
     )
     text_encoder2: str | None = Field(None, description="the same for its second")
     text_encoder3: str | None = Field(None, description="the same for its third")
+    text_encoder4: str | None = Field(None, description="the same for its fourth")
     tokenizer1: str | None = Field(None, description="folder of the first tokenizer (CLIP-L), or a hub id")
     tokenizer2: str | None = Field(None, description="folder of the second tokenizer (OpenCLIP bigG), or a hub id")
     tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
+    tokenizer4: str | None = Field(None, description="folder of the fourth tokenizer (a language model's)")
     t5_max_length: PositiveInt = Field(256, description="tokens that T5 reads")
     llm_max_length: PositiveInt | None = Field(
         None,

@@ -150,9 +150,10 @@ KEYS: tuple[Row, ...] = (
     key("t5_path", "model", "?t5_path", "the same for T5 alone", "str"),
     key("clip_path", "model", "?clip_path", "the same for CLIP alone, of a family with one of it", "str"),
     key("llm_path", "model", "?llm_path", "the same for a language model alone", "str"),
+    key("llama3_path", "model", "?llm_path", "the same as llm_path", "str"),
     key("text_encoder_path", "model", "?text_encoder_path", "the same for the family's first text encoder", "str"),
     *(later(name, "model", _PARTS, "") for name in (
-        "ckpt_path", "unet_path", "umt5_path", "qwen_path", "llama3_path", "single_file_path",
+        "ckpt_path", "unet_path", "umt5_path", "qwen_path", "single_file_path",
     )),
     # [optimizer]
     key("type", "optimizer", "optimizer.type"),

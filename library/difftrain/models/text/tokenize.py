@@ -72,7 +72,7 @@ def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: s
     if text.kind == "clip":
         # the encoder decides what texts are filled up with, whatever files say
         clip = clip_vocabulary(path, size["vocab_size"], PAD_2 if text.pads_zero else PAD_1)
-        length = size.get("max_position_embeddings", clip.length)
+        length = min(text.length, size.get("max_position_embeddings", clip.length))
         return dataclasses.replace(clip, length=length), clip_misfits(where, clip, dict(size))
     if path is not None and not path.exists():
         raise ValueError(f"no such file or folder: '{path}'")
@@ -83,7 +83,7 @@ def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: s
     if text.kind == "t5":
         t5 = T5Vocabulary.read(path) if path is not None else small_t5(size["vocab_size"])
         return t5, _too_many(where, t5, text, size) + _other_marks(where, t5, text, size)
-    llm = LlmVocabulary.read(path) if path is not None else LlmVocabulary.small(text, size["vocab_size"])
+    llm = LlmVocabulary.read(path, text) if path is not None else LlmVocabulary.small(text, size["vocab_size"])
     absent = [Fault(where, f"has no token {mark}, which {text.part}'s template holds", "the tokenizer of that model")
               for mark in llm.lacks(text.template)]  # fmt: skip
     return llm, _too_many(where, llm, text, size) + absent
@@ -179,6 +179,7 @@ class Tokenize:
             if text.kind != "clip":
                 template = [] if text.template == "{}" else [text.template]
                 template += ["in front"] if text.pads_left else []
+                template += ["filled up with", self.vocabularies[position - 1].pad] if text.pads_end else []
                 template += ["bare", text.bare] if text.bare else []
                 template += ["quoted"] if text.quoted else []
                 parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
@@ -193,6 +194,7 @@ class Tokenize:
             return f"tokens {self._clip_identity(position)}"
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
         read += ", which is in front" if text.pads_left else ""
+        read += f" of {vocabulary.pad}" if text.pads_end else ""
         template = "" if text.template == "{}" else f" in {text.template!r}"
         template += f", none in {text.bare!r}" if text.bare else ""
         return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
@@ -325,8 +327,8 @@ class LlmVocabulary:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> LlmVocabulary:
-        """Read a tokenizer's folder. Raises ValueError that says what is missing."""
+    def read(cls, folder: Path, encoder: Text | None = None) -> LlmVocabulary:
+        """Read a tokenizer's folder, for a text encoder. Raises ValueError that says what is missing."""
         file = folder / "tokenizer.json" if folder.is_dir() else folder
         if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
@@ -336,7 +338,8 @@ class LlmVocabulary:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is not a tokenizer.json: {error!r}") from None
         config = folder / "tokenizer_config.json"
-        pad = (read_json_object(config) or {}).get("pad_token")
+        filler = "eos_token" if encoder is not None and encoder.pads_end else "pad_token"
+        pad = (read_json_object(config) or {}).get(filler)
         pad = pad.get("content") if isinstance(pad, dict) else pad
         pad = pad if isinstance(pad, str) else None
         vocabulary = cls(text, pad or PAD, folder if folder.is_dir() else None)
@@ -348,9 +351,10 @@ class LlmVocabulary:
     def small(cls, text: Text, size: int) -> LlmVocabulary:
         """Make one of 256 bytes and a template's marks. Raises ValueError where there is no room for them.
 
-        Where no text may be read without a template, some token has to stand before every text.
+        Where a text may be read without a template, some token has to stand before every text.
         """
-        marks = list(dict.fromkeys([PAD, *([BOS] if text.bare else ()), *marks_of(text.template)]))
+        begins = bool(text.bare) or text.template == "{}"
+        marks = list(dict.fromkeys([PAD, *([BOS] if begins else ()), *marks_of(text.template)]))
         if 256 + len(marks) > size:
             raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
         added = [
@@ -366,7 +370,7 @@ class LlmVocabulary:
                       "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
                       "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
         }  # fmt: skip
-        if text.bare:
+        if begins:
             first, caption = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
             known = {BOS: {"id": BOS, "ids": [256 + marks.index(BOS)], "tokens": [BOS]}}
             content["post_processor"] = {

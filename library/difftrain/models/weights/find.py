@@ -361,6 +361,8 @@ def _tokenizer_dirs(
     for number, text in enumerate(family.texts, start=1):
         reader = readers.get(text.part)
         near = [reader.path.parent / text.tokenizer] if reader and not isinstance(reader, PartInFile) else []
+        # a language model's own repository has its tokenizer beside its weights
+        near += [reader.path] if near and reader and (reader.path / "tokenizer.json").is_file() else []
         near += [root / text.tokenizer] if root else []
         own_folder = getattr(cfg.model, f"tokenizer{number}", None)
         if own_folder:

@@ -247,7 +247,8 @@ def _as_shipped(cfg: TrainConfig, ranks: int) -> Iterator[str]:
     row, model = row_of(cfg), cfg.model
     if row.sizes[0] in ("tiny", "demo"):
         return
-    without = dict.fromkeys(("pretrained", "vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3"))
+    encoders = [f"text_encoder{number}" for number in range(1, len(row.encoders) + 1)]
+    without = dict.fromkeys(("pretrained", "vae", "transformer", *encoders))
     cfg = cfg.model_copy(update={"model": model.model_copy(update={**without, "init_from_config": row.sizes[0]})})
     try:
         family = make_family(cfg)
