@@ -18,6 +18,7 @@ NPU, BUCKET, BATCH = "npu:0", Bucket(128, 128), 4
 OFF = {
     "flux2": "19 % low: the fused attention's tensors live until the gradients are done, and gated layers are the peak",
     "flux2_klein": "19 % low, as Flux.2",
+    "hidream": "17 % low: there all experts run over all tokens, in place of a grouped product",
     "hunyuan_image": "25 % high: the estimate has a mask of floats, as other devices make of one of bools",
 }
 NAMES = [

@@ -40,6 +40,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 def test_every_row_is_here_or_named_elsewhere():
     here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
     here |= {f"complex_rotary_of_{forms}" for forms in ("text_and_image", "one_stream", "grouped_heads")}
+    here |= {"routed_experts"}
     elsewhere = {"native_npu"}  # test_attention.py
     assert {row.name for row in patches.PATCHES} == here | elsewhere
 
@@ -117,6 +118,22 @@ def test_tables_of_grouped_heads_are_complex_of_twice_fp64_and_rotate_as_real_on
         dtype, ours = rotated(NPU)
     assert dtype == torch.float32 and seen.dtypes == {torch.float32}
     torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_experts_of_diffusers_are_summed_on_the_host():
+    """Where a kernel is missing; before that, the host waits for the number of tokens of each expert."""
+    from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
+
+    patches.apply("diffusers")
+    module, x = MOEFeedForwardSwiGLU(8, 16, 4, 2).eval(), drawn(1, 12, 8)
+    exact = module(x)
+    module, x = module.to(NPU), x.to(NPU)
+    with patches.without("routed_experts"), pytest.raises(RuntimeError, match="scatter_reduce_"):
+        module(x)
+    with simulator.counting() as ran:
+        ours = module(x)
+    assert not simulator.host_syncs(ran) and not simulator.fallbacks(ran)
+    torch.testing.assert_close(ours.cpu(), exact, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------ AdamW

@@ -21,35 +21,43 @@ if TYPE_CHECKING:
 
 def routed(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
     """Sum what the chosen experts make of each token. Shapes: x (T, D), weights and chosen (T, K) -> (T, D)."""
-    if x.device.type == "npu":
+    dtype = _computed_in(x)
+    if not _is_grouped(x, dtype):
         return _all_of_all(x, weights, chosen, experts)
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # by expert, tokens of one as they come
     counts = (chosen.flatten()[:, None] == torch.arange(len(experts), device=x.device)).sum(0)
-    out = _of_groups(x.index_select(0, order // top_k), counts.cumsum(0).to(torch.int32), experts)
+    out = _of_groups(x.index_select(0, order // top_k).to(dtype), counts.cumsum(0).to(torch.int32), experts)
     out = (out * weights.flatten().index_select(0, order)[:, None]).to(out.dtype)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     return out.index_select(0, back).unflatten(0, (-1, top_k)).sum(1)
 
 
+def _computed_in(x: Tensor) -> torch.dtype:
+    """Return what layers compute in; nothing is computed on the meta device."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _is_grouped(x: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether there is a grouped product: not on an NPU, and to compilers torch 2.13 gives that of bf16 alone."""
+    return x.device.type != "npu" and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+
+
 def _of_groups(x: Tensor, ends: Tensor, experts: nn.ModuleList) -> Tensor:
     """Run tokens that lie in the order of their experts. ends: of each expert's rows, int32 on the device."""
-    kind, dtype = x.device.type, x.dtype
-    if not x.is_meta and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
 
     def project(y: Tensor, name: str) -> Tensor:
-        layers = [expert.get_submodule(name).weight.to(dtype) for expert in experts]
+        layers = [expert.get_submodule(name).weight.to(x.dtype) for expert in experts]
         if x.is_meta:  # what counts operations: any expert has as many to do with these rows
             return F.linear(y, layers[0]) + 0 * sum(layer.sum() for layer in layers)
         return F.grouped_mm(y, torch.stack(layers).transpose(1, 2), offs=ends)
 
-    x = x.to(dtype)
     return project(F.silu(project(x, "w1")) * project(x, "w3"), "w2")
 
 
 def _all_of_all(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
-    """Run all tokens through all experts, where a device has no grouped product: more work, and no wait either."""
+    """Run all tokens through all experts, where there is no grouped product: more work, and no wait either."""
     total: Tensor | None = None
     for number, expert in enumerate(experts):
         out = expert(x)

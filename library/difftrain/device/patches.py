@@ -103,7 +103,8 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers",
         ("0.34.0", "0.43.0"),
         "none yet: models/transformers/transformer_hidream_image.py, MOEFeedForwardSwiGLU",
-        "its host waits for the device for every expert, and in evaluation no gradient goes through them",
+        "its host waits for the number of tokens of each expert, an NPU sums them on the host, and in evaluation no "
+        "gradient goes through them",
         "difftrain.device.experts:ROUTED",
         "diffusers.models.transformers.transformer_hidream_image",
     ),

@@ -58,10 +58,11 @@ def faults(here: Path, family: str, model: str, *options: str) -> list[str]:
     ("flux", "clip_path = 'one'", "text_encoder1"),
     ("flux", "text_encoders = [{type = 't5', path = 'one'}]", "text_encoder2"),
     ("flux", "diffusion_model = 'one'", "transformer"),
+    ("hidream", "llama3_path = 'one'", "text_encoder4"),
 ])  # fmt: skip
 def test_a_part_goes_where_the_family_has_it(here: Path, family: str, key: str, field: str) -> None:
     given = read(here, family, f"diffusers_path = 'whole'\n{key}").model
-    parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
+    parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3", "text_encoder4")
     assert {part: getattr(given, part) for part in parts if getattr(given, part)} == {field: str(here / "one")}
 
 
