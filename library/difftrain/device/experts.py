@@ -48,7 +48,7 @@ def _of_groups(x: Tensor, ends: Tensor, experts: nn.ModuleList) -> Tensor:
     """Run tokens that lie in the order of their experts. ends: of each expert's rows, int32 on the device."""
 
     def project(y: Tensor, name: str) -> Tensor:
-        layers = [expert.get_submodule(name).weight.to(x.dtype) for expert in experts]
+        layers = [expert.get_parameter(f"{name}.weight").to(x.dtype) for expert in experts]
         if x.is_meta:  # what counts operations: any expert has as many to do with these rows
             return F.linear(y, layers[0]) + 0 * sum(layer.sum() for layer in layers)
         return F.grouped_mm(y, torch.stack(layers).transpose(1, 2), offs=ends)

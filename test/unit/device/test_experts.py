@@ -24,7 +24,10 @@ def gradients(module: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tenso
     x = x.clone().requires_grad_()
     module(x).square().sum().backward()
     assert x.grad is not None
-    return {"x": x.grad, **{name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}}
+    return {
+        "x": x.grad,
+        **{name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -67,7 +67,9 @@ def test_images_beyond_the_largest_are_not_filled_up(shared: Tiny) -> None:
     assert own_pass(shared, inputs).shape == inputs.x_t.shape
 
 
-@pytest.mark.parametrize(("layers", "facts"), [([0, 1, 2], ["3", "4"]), ([0, 1, 2, 4], ["4"]), (None, ["llama_layers"])])
+@pytest.mark.parametrize(
+    ("layers", "facts"), [([0, 1, 2], ["3", "4"]), ([0, 1, 2, 4], ["4"]), (None, ["llama_layers"])]
+)
 def test_layers_that_are_not_there_are_named(layers: list[int] | None, facts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigFault) as caught:
         _ = make_family(config("hidream", init_from_config=written(tmp_path, sizes(llama_layers=layers)))).features
