@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
-from difftrain.models.text.tokenize import marks_of
+from difftrain.models.text.llm_vocabulary import marks_of
 
 
 def faults_of(name: str, **model: Any) -> list[Any]:

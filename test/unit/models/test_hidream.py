@@ -16,7 +16,7 @@ from refusals import names
 from difftrain.contracts import Bucket, ConfigFault
 from difftrain.models.facts import Text
 from difftrain.models.registry import make_family
-from difftrain.models.text.tokenize import LlmVocabulary
+from difftrain.models.text.llm_vocabulary import LlmVocabulary
 
 CAPTIONS = ("a red cat beside a sign", "")
 
