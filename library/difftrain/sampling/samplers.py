@@ -8,10 +8,15 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ddpm import almost_zero_snr
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Mu = Callable[[int, int], float]  # (image tokens, steps) -> the logarithm of the shift
 # name -> class of diffusers, arguments beside the noise schedule
@@ -108,6 +113,8 @@ def _flow_sampler(
     """Make a flow's sampler that walks the times of the model's own scheduler: where they follow the size, this one's."""
     import diffusers
 
+    if shift is None and config.get("use_karras_sigmas") and "sigma_max" in config:
+        return KarrasLevels(config, heun=name == "flow_heun")
     made_from, count = getattr(diffusers, FLOW_SAMPLERS[name]), config["num_train_timesteps"]
     if shift is not None or not config.get("use_dynamic_shifting"):
         return made_from(num_train_timesteps=count, shift=config["shift"] if shift is None else shift)
@@ -142,3 +149,68 @@ def _with_mu(set_timesteps: Callable[..., None], mu: Callable[[int], float]) -> 
         set_timesteps(steps, sigmas=sigmas, **{**options, "mu": mu(count)})
 
     return by_steps
+
+
+# --- A flow whose pipeline walks as in Karras et al. 2022, "Elucidating the Design Space": x = x0 + sigma e from sigma_max down
+# With t = sigma / (1 + sigma) what the denoiser takes, x / (1 + sigma), is x_t = (1 - t) x0 + t e; its velocity v says x0 = x_t - t v.
+
+
+RHO = 7.0  # of equation 5
+
+
+class KarrasLevels:
+    """Euler's steps, or Heun's (algorithm 1), from one level of noise to the next.
+
+    The last level is looked at and not left, as in the pipelines of diffusers: n steps move n - 1 times.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, heun: bool = False) -> None:
+        self.config, self.order = config, 2 if heun else 1
+        self.init_noise_sigma = float(config["sigma_max"])
+        self._before: tuple[Tensor, Tensor] | None = None  # Heun: where a step began, and its slope
+        self._number = 0
+
+    def set_timesteps(self, steps: int, device: Any = None) -> None:
+        """Lay levels by equation 5, and the times at which the denoiser is asked: by Heun twice for each step."""
+        low, high = (float(self.config[name]) ** (1 / RHO) for name in ("sigma_min", "sigma_max"))
+        levels = (high + torch.linspace(0, 1, steps, dtype=torch.float64) * (low - high)) ** RHO
+        self.sigmas = torch.cat((levels, levels[-1:])).float()
+        asked = (torch.arange(self.order * (steps - 1) + 1) + self.order - 1) // self.order
+        sigmas = self.sigmas[asked]
+        self.timesteps = (sigmas / (sigmas + 1) * self.config["num_train_timesteps"]).to(device)
+        self.set_begin_index(0)
+
+    def set_begin_index(self, number: int) -> None:
+        """Begin at one of the times."""
+        self._number, self._before = number, None
+
+    @property
+    def _level(self) -> int:
+        """The level that the denoiser is asked at: Heun's second question is at the next one."""
+        return (self._number + self.order - 1) // self.order
+
+    def scale_model_input(self, x: Tensor, t: Tensor) -> Tensor:
+        """Return x_t."""
+        return x * (1 - self._t(self._level))
+
+    def scale_noise(self, latents: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        """Return latents at the level of a time, (1,)."""
+        t = (times / self.config["num_train_timesteps"]).to(latents.device)
+        return latents + t / (1 - t) * noise
+
+    def step(self, velocity: Tensor, t: Tensor, x: Tensor, *, return_dict: bool = False) -> tuple[Tensor]:
+        """Go to the next level. Shapes: x (B, C, [F,] h, w)."""
+        level, following = self._level, self._level + 1
+        time = self._t(level)
+        slope = (x - ((1 - time) * x - time * velocity)) / self.sigmas[level]
+        self._number += 1
+        if self._before is not None:  # Heun's second slope, of the step that ends at this level
+            (x, first), self._before = self._before, None
+            return (x + (self.sigmas[level] - self.sigmas[level - 1]) * (first + slope) / 2,)
+        if self.order == 2 and following < len(self.sigmas) - 1:
+            self._before = x, slope
+        return (x + (self.sigmas[following] - self.sigmas[level]) * slope,)
+
+    def _t(self, level: int) -> Tensor:
+        """Return the time of a level; on the host, as a number that no device waits for."""
+        return self.sigmas[level] / (self.sigmas[level] + 1)

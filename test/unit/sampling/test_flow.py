@@ -58,6 +58,49 @@ def test_both_solve_the_equation_and_heun_in_fewer_steps(tuning: dict[str, Any])
     assert coarse["flow_heun"] < coarse["flow_euler"] / 3
 
 
+KARRAS = PLAIN | {"use_karras_sigmas": True, "sigma_max": 80.0, "sigma_min": 0.002}
+
+
+def through_levels(name: str, steps: int, spread: float, first: int = 0) -> tuple[float, int]:
+    """Follow N(0, spread^2) from x = 1 at a level; return how far off x ends, and how often the denoiser is asked."""
+    sampler = make_sampler(name, KARRAS)
+    sampler.set_timesteps(steps)
+    sampler.set_begin_index(first * sampler.order)
+    x, times = torch.ones(1, dtype=torch.float64), sampler.timesteps[first * sampler.order :]
+    for time in times:
+        t = float(time) / 1000
+        variance = (1 - t) ** 2 * spread**2 + t**2
+        x_t = sampler.scale_model_input(x, time)
+        x = sampler.step(x_t * (t - (1 - t) * spread**2) / variance, time, x, return_dict=False)[0]
+    start = float(times[0]) / 1000
+    sigma = start / (1 - start)
+    return abs(float(x) - math.sqrt((spread**2 + 0.002**2) / (spread**2 + sigma**2))), len(times)
+
+
+@pytest.mark.parametrize(("name", "order"), [("flow_euler", 1), ("flow_heun", 2)])
+@pytest.mark.parametrize("share", [0, 2], ids=["noise", "picture"])
+def test_the_levels_of_karras_are_walked_by_euler_and_heun(name: str, order: int, share: int) -> None:
+    """With half the steps' length the error is a half, or a quarter."""
+    (far, asked), (near, _) = (through_levels(name, n, 0.3, share * (n - 1) // 4) for n in (81, 161))
+    assert asked == order * (80 - 20 * share) + 1
+    assert far / near == pytest.approx(2**order, rel=0.05)
+
+
+def test_a_picture_begins_at_the_level_of_its_time() -> None:
+    sampler = make_sampler("flow_euler", KARRAS)
+    sampler.set_timesteps(20)
+    assert sampler.init_noise_sigma == pytest.approx(float(sampler.sigmas[0])) == 80.0
+    latents, noise = torch.full((1, 2, 1, 3, 3), 5.0), torch.full((1, 2, 1, 3, 3), 2.0)
+    for number in (0, 9, 19):
+        begun = sampler.scale_noise(latents, sampler.timesteps[number : number + 1], noise)
+        torch.testing.assert_close(begun, latents + sampler.sigmas[number] * noise, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shift_of_a_prompt_takes_the_place_of_levels() -> None:
+    sampler = make_sampler("flow_euler", KARRAS, shift=3.0)
+    assert isinstance(sampler, FlowMatchEulerDiscreteScheduler) and not sampler.config.use_karras_sigmas
+
+
 def test_the_shift_is_the_trainings() -> None:
     assert model().scheduler.config.shift == 2.0
     for name in FLOW_SAMPLERS:

@@ -197,8 +197,8 @@ def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
 
 
 def is_extra(key: str) -> bool:
-    """Tell buffers and training helpers that old files carry beside the weights."""
-    return key.endswith("embeddings.position_ids") or key.startswith(("loss.", "model_ema."))
+    """Tell buffers and training helpers that files carry beside the weights."""
+    return key.endswith(("embeddings.position_ids", "._extra_state")) or key.startswith(("loss.", "model_ema."))
 
 
 def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:

@@ -56,6 +56,7 @@ _BESIDE = {
     "Qwen3Model": ("lm_head.",),
     "UMT5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
     "Qwen2_5_VLForConditionalGeneration": (),
+    "CosmosTransformer3DModel": ("accum_", "pos_embedder."),
     "Lumina2Transformer2DModel": ("norm_final.", "loss.", "model_ema."),
 }
 
