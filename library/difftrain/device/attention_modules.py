@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from difftrain.device.torch_device import Device
 
 
-# --- The attention function as a processor of transformers whose modules have their own: SD3, AuraFlow, Lumina2, HiDream
+# --- The attention function as a processor of transformers whose modules have their own: SD3, AuraFlow, Lumina2, HiDream,
+# Cosmos
 # Each does what diffusers' processor of that name does, with `attention`, and keeps q, k and v as (B, L, N, D) in memory,
 # which the fused operator takes without a copy.
 
@@ -140,6 +141,31 @@ class HiDreamAttention(_Processor):
         return attn.to_out(picture), attn.to_out_t(words)
 
 
+class CosmosAttention(_Processor):
+    """Do what CosmosAttnProcessor2_0 does: within the picture with rotary positions, or over the text."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend. attention_mask: (B, 1, 1, L), not 0 = keep."""
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        projected = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        q, k, v = (split_heads(x, attn.heads) for x in projected)
+        q, k = _normed(q, attn.norm_q), _normed(k, attn.norm_k)
+        if image_rotary_emb is not None:
+            from diffusers.models import embeddings
+
+            how = {"use_real": True, "use_real_unbind_dim": -2, "sequence_dim": 1}
+            q, k = (embeddings.apply_rotary_emb(x, image_rotary_emb, **how) for x in (q, k))
+        mask = None if attention_mask is None else attention_mask.bool()
+        return _out(attn, self.attend((q.to(v.dtype), k.to(v.dtype), v), mask))
+
+
 def _of_picture(attn: Any, x: Tensor) -> list[Tensor]:
     q, k, v = (split_heads(project(x), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
     return [_normed(q, attn.norm_q), _normed(k, attn.norm_k), v]
@@ -244,6 +270,7 @@ _OURS: dict[str, type[Any]] = {
     "AuraFlowAttnProcessor2_0": AuraFlowAttention,
     "Lumina2AttnProcessor2_0": Lumina2Attention,
     "HiDreamAttnProcessor": HiDreamAttention,
+    "CosmosAttnProcessor2_0": CosmosAttention,
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
     AutoencoderKL,
+    CosmosTransformer3DModel,
     HiDreamImageTransformer2DModel,
     Lumina2Transformer2DModel,
     SD3Transformer2DModel,
@@ -176,7 +177,25 @@ def _hidream() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return module, inputs
 
 
-@pytest.mark.parametrize(("make", "attending"), [(_sd3, 3 + 1), (_aura_flow, 2), (_lumina2, 2 + 1), (_hidream, 2)])
+def _cosmos() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    module = CosmosTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=1, text_embed_dim=16,
+        adaln_lora_dim=8, concat_padding_mask=False, extra_pos_embed_type=None,
+    )  # fmt: skip
+    keep = torch.ones(2, 7, dtype=torch.bool)
+    keep[1, 4:] = False
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 1, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 7, 16),
+        "attention_mask": keep,
+        "timestep": torch.tensor([0.1, 0.7]),
+    }
+    return module, inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "attending"), [(_sd3, 3 + 1), (_aura_flow, 2), (_lumina2, 2 + 1), (_hidream, 2), (_cosmos, 2)]
+)
 def test_transformers_with_processors_of_their_own_compute_the_same(make: Any, attending: int) -> None:
     torch.manual_seed(0)
     module, inputs = make()
