@@ -311,13 +311,27 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         defaults={"model.t5_max_length": 128},
     ),
+    "cosmos_predict2": flow_row(
+        title="Cosmos-Predict2",
+        network="Cosmos-Predict2",
+        target="difftrain.models.families.cosmos_predict2:CosmosPredict2",
+        pipeline="Cosmos2TextToImagePipeline",
+        parts={
+            "transformer": "diffusers:CosmosTransformer3DModel",
+            "vae": "diffusers:AutoencoderKLWan",
+            "text_encoder": "transformers:T5EncoderModel",
+        },
+        encoders=("t5",),
+        takes=("model.train_only",),
+        defaults={"model.t5_max_length": 512},
+    ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
 UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos", "cosmos_predict2", "omnigen2",
+    "ltx-video", "hunyuan-video", "cosmos", "omnigen2",
     "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
