@@ -160,8 +160,8 @@ class CosmosAttention(_Processor):
         if image_rotary_emb is not None:
             from diffusers.models import embeddings
 
-            how = {"use_real": True, "use_real_unbind_dim": -2, "sequence_dim": 1}
-            q, k = (embeddings.apply_rotary_emb(x, image_rotary_emb, **how) for x in (q, k))
+            rotate: Any = embeddings.apply_rotary_emb  # looked up here, since it may be patched
+            q, k = (rotate(x, image_rotary_emb, use_real_unbind_dim=-2, sequence_dim=1) for x in (q, k))
         mask = None if attention_mask is None else attention_mask.bool()
         return _out(attn, self.attend((q.to(v.dtype), k.to(v.dtype), v), mask))
 
