@@ -70,7 +70,9 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     for scale in oracle.scales:
         conditions = model.conditions([PROMPT], SIZE, oracle.guidance, oracle.references)
-        negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance) if scale > 1 else None
+        negative = (
+            model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance, oracle.references) if scale > 1 else None
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = pipeline(
@@ -156,7 +158,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     strength, steps, scale = {"image": 0.6, "mask": 0.7, "mask_whole": 1.0}[kind], 5, 3.0
     conditions = model.conditions([PROMPT], SIZE, oracle.guidance, oracle.references)
-    negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance)
+    negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance, oracle.references)
     shown: dict[str, Any] = {"image": picture(), "strength": strength}
     if kind != "image":
         shown |= {"mask_image": mask()}

@@ -176,5 +176,4 @@ def pipeline_of(folder: Path, name: str) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pipe = getattr(diffusers, FAMILIES[name].pipeline).from_pretrained(folder)
-    return pipe
+        return ORACLES[name].load(getattr(diffusers, FAMILIES[name].pipeline), folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class Oracle:
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
     blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
+    shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
+    load: (class of the pipeline, folder) -> the pipeline, where it cannot be loaded as it is.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -66,6 +69,8 @@ class Oracle:
     captions: tuple[str, ...] = ()
     by_depth: Callable[[int], dict[str, Any]] = lambda blocks: {}
     text_length: int | None = None
+    shown: Callable[[Any, list[str], int, Conditions], Conditions] | None = None
+    load: Callable[[Any, Path], Any] = lambda kind, folder: kind.from_pretrained(folder)
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

@@ -19,6 +19,7 @@ from difftrain.cache.manifest.address import (
     Cut,
     MediaTransforms,
     joined_address,
+    joined_content,
     text_addresses,
     without_augmentation,
 )
@@ -26,7 +27,17 @@ from difftrain.cache.manifest.captions import NO_BUCKET
 from difftrain.cache.manifest.content_hash import UNREADABLE
 from difftrain.cache.manifest.manifest import NO_RECORD, AddressByRecord, CacheManifest
 from difftrain.cache.manifest.pictures import DROPPED, caption_and_flip
-from difftrain.contracts import CAPTION, CONTROL, PAIR, Batch, Bucket, DataFault, Record, Reject, Tokenize
+from difftrain.contracts import (
+    CAPTION,
+    Batch,
+    Bucket,
+    DataFault,
+    Record,
+    Reject,
+    Tokenize,
+    image_feature,
+    reads_both,
+)
 from difftrain.data.index.inspection import PASSING, content_of
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob, run_jobs
 from difftrain.data.loader import WorkerDied, WorkersSilent, data_loader, items_of
@@ -71,10 +82,13 @@ class DecodingDataset(Dataset[Any]):
     def __init__(self, data: Data, manifest: CacheManifest, tokenize: Tokenize) -> None:
         self._index, self._recipes, self._manifest, self._tokenize = data.index, data.recipes, manifest, tokenize
         self._plain = without_augmentation(data.recipes)
-        self._masks, self._control = manifest.name == MASKS, manifest.source == CONTROL
-        self._feature = "mask" if self._masks else manifest.reads
+        self._masks, self._control = manifest.name == MASKS, "control" in manifest.source
+        self._numbers = range(manifest.reference, manifest.reference + manifest.num_references)
+        self._features = (
+            ["mask"] if self._masks else [image_feature(manifest.source, number) for number in self._numbers]
+        )
         self._captions = manifest.source == CAPTION
-        self._pairs = AddressByRecord(manifest.folder) if manifest.source == PAIR else None
+        self._pairs = AddressByRecord(manifest.folder) if reads_both(manifest.source) else None
         kind: Cut = "mask" if self._masks else "reference" if self._control else "image"
         self._transforms = MediaTransforms(data.recipes, manifest.fingerprint, manifest.storage, kind)
         self._bad: dict[int, str] = {}
@@ -115,10 +129,11 @@ class DecodingDataset(Dataset[Any]):
             return fault  # raised by the parent, without the worker's traceback around it
 
     def _pictures(self, n: int) -> DecodedBatch:
-        rows, kept, made, metas = [], [], [], []
+        rows, kept, metas = [], [], []
+        made: list[list[np.ndarray]] = []
         rejected: dict[int, tuple[str, str]] = {}
         passed: dict[int, Reject] = {}
-        decoded: dict[int, np.ndarray] = {}
+        decoded: dict[int, list[np.ndarray]] = {}
 
         # what stands in this batch, and the address of each picture alone
         keys, batch_rows = [], self._manifest.rows(n)
@@ -142,17 +157,19 @@ class DecodingDataset(Dataset[Any]):
                     reason = str(error) if isinstance(error, Unusable) else f"{UNREADABLE}: {error.strerror or error}"
                     passed[record.id] = Reject(self._index.path(record), reason)
                 continue
-            pixels = decoded[record.id]
             rows.append(row)
             kept.append(position)
             keys.append((record.id, addresses[position]))
-            made.append(pixels[..., ::-1] if flip else pixels)
+            made.append([pixels[..., ::-1] if flip else pixels for pixels in decoded[record.id]])
             metas.append({"name": record.name})
 
         # what could be decoded, with its captions where these are encoded too
         if not rows:
             return DecodedBatch(n, (), None, [], rejected, tuple(passed.values()))
-        features = {self._feature: torch.from_numpy(np.stack(made))}
+        features = {
+            name: torch.from_numpy(np.stack(images))
+            for name, images in zip(self._features, zip(*made, strict=True), strict=True)
+        }
         if self._pairs is not None:
             captions = self._drawn(entries[kept])
             metas = [{**meta, "caption": caption} for meta, caption in zip(metas, captions, strict=True)]
@@ -163,8 +180,8 @@ class DecodingDataset(Dataset[Any]):
             n, tuple(rows), _batch(self._manifest.bucket(n), keys, features), metas, rejected, tuple(passed.values())
         )
 
-    def _decoded(self, record: Record, flip: bool, address: bytes | None) -> np.ndarray:
-        """Decode a picture, its mask or a reference of it, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
+    def _decoded(self, record: Record, flip: bool, address: bytes | None) -> list[np.ndarray]:
+        """Decode a picture, its mask or references of it, cut but not mirrored. Shape: (3 or 1, H, W) uint8 each.
 
         address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
@@ -172,19 +189,24 @@ class DecodingDataset(Dataset[Any]):
         recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
-        number = self._manifest.reference
-        data = read_image(path) if path else self._index.read(record.control[number] if self._control else record.media)
-        if address is not None and self._transforms.address(source, record.size_hw, flip, content_of(data)) != address:
+        places = [record.control[number] for number in self._numbers] if self._control else [record.media]
+        files = [read_image(path)] if path else [self._index.read(media) for media in places]
+        content = joined_content([content_of(data) for data in files])
+        if address is not None and self._transforms.address(source, record.size_hw, flip, content) != address:
             what = "its mask" if path else "its reference" if self._control else "it"
             raise Unusable(CHANGED_SINCE, f"{what} is not what it was when it was indexed")
         if self._control:
-            return fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
+            return [
+                fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
+                for number, data in zip(self._numbers, files, strict=True)
+            ]
+        (data,) = files
         if path and masks:
-            return cut_mask(masks.decode(path, data, record.size_hw), window, recipe.interpolation)
+            return [cut_mask(masks.decode(path, data, record.size_hw), window, recipe.interpolation)]
         layers = decode_layers(record, recipe, window, data)
         if self._masks:
-            return cut_mask(layers[..., 3], window, recipe.interpolation)
-        return cut_pixels(layers, recipe, window)
+            return [cut_mask(layers[..., 3], window, recipe.interpolation)]
+        return [cut_pixels(layers, recipe, window)]
 
     def _texts(self, n: int) -> DecodedBatch:
         """Read and tokenise some captions. Raises DataFault where they are not those that were listed."""

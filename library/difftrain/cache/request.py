@@ -28,7 +28,6 @@ from difftrain.config import TrainConfig
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
     CAPTION,
-    PAIR,
     PIXELS,
     Bucket,
     ConfigFault,
@@ -38,6 +37,7 @@ from difftrain.contracts import (
     Feature,
     Parts,
     Tokenize,
+    reads_both,
 )
 from difftrain.data.captions import may_drop
 from difftrain.device import host
@@ -117,7 +117,7 @@ def cache_requests(
         # --- encoders
         for name, encoder in described.items():
             if ("caption" in encoder.source) == reads_captions:
-                if encoder.source == PAIR and data is not None:
+                if reads_both(encoder.source) and data is not None:
                     _refuse_random_crops(name, f"cache.{memory}", data)
                 requests.append(
                     CacheRequest(name, f"cache.{memory}", to_disk, encoder, storage_dtypes(cfg, encoder), size)
@@ -228,7 +228,7 @@ def estimate_storage(request: CacheRequest, data: Data) -> StorageEstimate:
         buckets = [(Bucket(0, 0), 1 + variants * sum(count for _, count in records))]
     else:
         drops = any(may_drop(recipe.captions) for recipe in data.recipes)
-        ways = cuts * (variants + drops) if request.encoder.source == PAIR else cuts
+        ways = cuts * (variants + drops) if reads_both(request.encoder.source) else cuts
         buckets = [(bucket, ways * count) for bucket, count in records]
     return StorageEstimate.of(request, buckets, np.ones(sum(count for _, count in buckets), dtype=bool))
 
@@ -319,7 +319,7 @@ def build_manifests(
             of_captions.append(ManifestWriter(data.index, request, settings))
             continue
         pictures = PictureEntries.of(data, request, look=look, log=log)
-        is_pair = request.encoder.source == PAIR
+        is_pair = reads_both(request.encoder.source)
         writer = ManifestWriter(data.index, request, [*pictures.settings, *(settings if is_pair else ())])
         of_pictures.append(writer)
         if writer.exists:

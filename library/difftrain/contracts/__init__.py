@@ -5,6 +5,7 @@ from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, F
 from difftrain.contracts.family import (
     CAPTION,
     CONTROL,
+    EDIT,
     EVERY,
     METRIC,
     PAIR,
@@ -27,12 +28,14 @@ from difftrain.contracts.family import (
     Tokenize,
     control_name,
     image_feature,
+    reads_both,
 )
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
     "CAPTION",
     "CONTROL",
+    "EDIT",
     "EVERY",
     "METRIC",
     "PAIR",
@@ -72,4 +75,5 @@ __all__ = [
     "TrainingFault",
     "control_name",
     "image_feature",
+    "reads_both",
 ]

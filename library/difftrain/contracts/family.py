@@ -23,6 +23,7 @@ class Feature:
     length it is a sequence of tokens, (length, channels); with neither a vector, (channels,).
     per_cell: pixels of the side of a cell, where an encoder of captions reads the picture too: each whole cell adds a
     row to a sequence, (length + (height // per_cell) (width // per_cell), channels), and to a vector, its mask, a place.
+    seen: says how many they add where that encoder brings what it sees to a size of its own. Picklable.
     """
 
     channels: int
@@ -32,12 +33,14 @@ class Feature:
     maskable: bool = False
     frames: int = 0
     per_cell: int = 0
+    seen: Callable[[Bucket], int] | None = None
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
         if self.factor:
             return _over(bucket, self.channels, self.factor, self.frames)
         cells = (bucket.height // self.per_cell) * (bucket.width // self.per_cell) if self.per_cell else 0
+        cells += self.seen(bucket) if self.seen is not None else 0
         return (self.length + cells, self.channels) if self.length else (self.channels + cells,)
 
 
@@ -181,7 +184,8 @@ PIXELS: frozenset[Source] = frozenset({"pixels"})
 CAPTION: frozenset[Source] = frozenset({"caption"})
 CONTROL: frozenset[Source] = frozenset({"control"})  # a reference image that belongs to the picture
 PAIR = PIXELS | CAPTION  # a picture and its caption, read together
-_READ = (PIXELS, CAPTION, PAIR, CONTROL)
+EDIT = CONTROL | CAPTION  # reference images and the caption, read together
+_READ = (PIXELS, CAPTION, PAIR, CONTROL, EDIT)
 
 
 def control_name(number: int) -> str:
@@ -191,7 +195,12 @@ def control_name(number: int) -> str:
 
 def image_feature(source: frozenset[Source], reference: int = 0) -> str:
     """Name the feature of a batch that an encoder of images reads. reference: which of the reference images."""
-    return f"{control_name(reference)}_pixels" if source == CONTROL else "pixels"
+    return f"{control_name(reference)}_pixels" if "control" in source else "pixels"
+
+
+def reads_both(source: frozenset[Source]) -> bool:
+    """Tell whether an encoder reads a caption with an image: its features belong to a record, and to a way of cutting it."""
+    return "caption" in source and len(source) > 1
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ class Encoder:
     """Turn features of a batch into others that can be kept and read again: online, and for the cache builder.
 
     source: what of a record is encoded: "pixels", "caption" or both, or "control", the reference image `reference`, from
-    0 on; the batch is of one bucket wherever pixels are.
+    0 on; or the first `references` of them with the caption; the batch is of one bucket wherever pixels are.
     features: what comes out, by name. modules: those of Parts.frozen that do the work. settings: all else that decides the outcome, weights aside. encode: of a batch on
     the modules' device; an encoder that draws takes Batch.keys, one for each sample, as keys of its draws.
     fingerprint: hash of settings and weights; where these lie in files it reads them without loading a module, and not
@@ -218,6 +227,7 @@ class Encoder:
     inputs: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
     reference: int = 0
+    references: int = 1
 
     def __post_init__(self) -> None:
         if self.source not in _READ:
@@ -285,6 +295,7 @@ class Drawer(Protocol):
         conditions: dict[str, Tensor],
         size_hw: tuple[int, int],
         guidance: float | None = None,
+        references: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]: ...  # negative prompts, or what no text is; conditions: what it is to stand beside
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
     # one prediction of two, each as x

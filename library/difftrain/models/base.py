@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
@@ -26,6 +27,7 @@ from difftrain.models.objective import flow
 from difftrain.models.placeholder import DTYPES, in_8_bits
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, inputs_of, outputs_of
+from difftrain.models.text.see import IMAGE, PROCESSOR
 from difftrain.models.text.tokenize import Tokenize, mask_name
 from difftrain.models.vae.latents import DROPOUT, control_latents, raw_latents
 from difftrain.models.weights.find import is_released, shipped_sizes, source_of
@@ -146,6 +148,8 @@ class BaseFamily(Description):
         tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(position)
         layers = f"layers {text.layers}" if text.layers else f"state {text.hidden}"
         reading = f"{layers}, {text.pooled}" + (f", without the first {text.drop}" if text.drop else "")
+        sight = self.sights[position - 1]
+        reading += "" if sight is None else f", {sight.describe()}"
         return f"{self.precision(text.part)}, {tokens}, {reading}"
 
     def precision(self, part: str) -> str:
@@ -166,14 +170,17 @@ class BaseFamily(Description):
 
     def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return the latents of the reference images of a batch as conditions, (B, C, h, w) each; zeros where they are dropped."""
-        made, rate = {}, self.cfg.data.control_dropout
+        made, shown = {}, self.shown(batch)
         for number in range(self.num_control):
             latents = self.vae.scaled(control_latents(self.cfg, batch, parts, number))
-            if DROPOUT in batch.draws:
-                kept = (batch.draws[DROPOUT] >= rate).to(latents).view(-1, *(1,) * (latents.ndim - 1))
-                latents = latents * kept
+            if shown is not None:
+                latents = latents * shown.to(latents).view(-1, *(1,) * (latents.ndim - 1))
             made[control_name(number)] = latents
         return made
+
+    def shown(self, batch: Batch) -> Tensor | None:
+        """Tell of which samples the references are shown, (B,) bool; None: of all."""
+        return batch.draws[DROPOUT] >= self.cfg.data.control_dropout if DROPOUT in batch.draws else None
 
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: what each text encoder made, from the cache or encoded now; of trained ones what they read."""
@@ -185,7 +192,9 @@ class BaseFamily(Description):
                 mask = batch.features.get(mask_name(self.texts, position))
                 made |= {} if mask is None else {mask_name(self.texts, position): mask}
             elif text.part in parts.frozen:
-                made |= encode(self.texts, position, parts.frozen[text.part], batch.features)
+                sight = self.sights[position - 1]
+                shown = None if sight is None else self.shown(batch)
+                made |= encode(self.texts, position, parts.frozen[text.part], batch.features, sight, shown)
             else:
                 read = inputs_of(self.texts, position)
                 made |= {name: batch.features[name] for name in read if name in batch.features}
@@ -269,7 +278,13 @@ class BaseFamily(Description):
 
     def write_beside(self, folder: Path) -> dict[str, list[str]]:
         """Write what else the pipeline of a folder has, and name the classes of it."""
-        return {}
+        classes: dict[str, list[str]] = {}
+        for sight, vocabulary in zip(self.sights, self.vocabularies, strict=True):
+            if sight is not None:
+                vocabulary.save(folder / self.processor)
+                (folder / self.processor / PROCESSOR).write_text(json.dumps(sight.stored(), indent=2), encoding="utf-8")
+                classes[self.processor] = ["transformers", "Qwen2VLProcessor"]
+        return classes
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return tensors of a single file that are no weights of a part, and that readers of it expect."""
@@ -353,6 +368,7 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
             problems.append(
                 Fault("[model] train_only", f"{pattern!r} finds no parameter of the {family.denoiser}", remedy)
             )
+    problems += _sight_faults(family)
     layer, depth = family.cfg.loss.text_recon_target_layer, sum(1 for _ in passes.blocks_of(family, net))
     if layer and layer >= depth:  # its own tokens would be no target
         what = f"is {layer}, the {family.denoiser} has {depth} blocks"
@@ -364,6 +380,30 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
         what = f"makes buckets of {side} px, the {family.denoiser}'s positions end at {largest}"
         problems.append(Fault(option("data.resolution"), what, "choose a smaller one"))
     return problems + speedups.faults(family, net)
+
+
+def _sight_faults(family: Description) -> list[Fault]:
+    """Find what does not go with encoders that see reference images."""
+    problems = []
+    for position, text in enumerate(family.texts, start=1):
+        if not text.picture:
+            continue
+        # what is cached is what it makes of an image that it has seen
+        cached = next((name for name in ("text", "text_to_disk") if getattr(family.cfg.cache, name)), None)
+        if family.cfg.data.control_dropout and cached:
+            what = f"contradicts {option(f'cache.{cached}', True)}: {text.part} sees the reference, and what it makes of it is kept"
+            problems.append(Fault(option("data.control_dropout"), what, "give one of them"))
+        # the template up to its last image has to be read
+        ahead = family.vocabularies[position - 1].backend().encode(text.template.partition("{}")[0]).ids
+        if (least := len(ahead) - text.drop) > family.lengths[position - 1]:
+            what = f"is {family.lengths[position - 1]}, the template takes {least} tokens before a caption begins"
+            problems.append(Fault(option("model.llm_max_length"), what, "give more"))
+        sight = family.sights[position - 1]
+        mark = family.vocabularies[position - 1].backend().token_to_id(IMAGE)
+        if sight is not None and mark != sight.mark:
+            what = f"is {sight.mark}, and {mark} in {option(f'model.tokenizer{position}')} ({IMAGE})"
+            problems.append(Fault(f"[{text.part}] image_token_id", what))
+    return problems
 
 
 def _longest_sides(cfg: TrainConfig) -> list[int]:

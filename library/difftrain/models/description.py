@@ -15,12 +15,14 @@ import torch
 from difftrain.config.schema.rates import part_rates
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
+    ConfigFault,
     DrawSpec,
     Fault,
     Feature,
     FeatureSpec,
     Parts,
 )
+from difftrain.io.files import read_json_object
 from difftrain.models import build as known
 from difftrain.models import routing
 from difftrain.models.build import possible
@@ -28,6 +30,8 @@ from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Sh
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES
 from difftrain.models.row import FamilyRow
+from difftrain.models.text.encode import features_of
+from difftrain.models.text.see import PROCESSOR, Sight
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
 from difftrain.models.vae.latents import DROPOUT, MOMENTS, Latents
 from difftrain.models.weights import keys
@@ -62,6 +66,7 @@ class Description:
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
     draws_trained_size: a prompt without a size is drawn in that of the training.
+    processor: folder with what an encoder that sees does to images.
     """
 
     name: str
@@ -92,9 +97,12 @@ class Description:
     named_hashes: bool = False
     widens_text: bool = True
     draws_trained_size: bool = True
+    processor: str = "processor"
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg = cfg
+        if any(text.picture for text in self.texts):
+            self.texts = tuple(text.showing(self.num_control) for text in self.texts)
         self.written: Written = {}  # what exports of this run wrote of frozen parts
         self.key_maps: dict[str, KeyMap] = {}  # of the parts that exports have asked for
         self.exports_told: set[str] = set()  # what exports of this run have said already
@@ -239,6 +247,26 @@ class Description:
         if text.kind == "llm":
             return self.cfg.model.llm_max_length or text.length
         return self.cfg.model.t5_max_length if "model.t5_max_length" in self.row.takes else text.length
+
+    @cached_property
+    def sights(self) -> tuple[Sight | None, ...]:
+        """Say of every text encoder how it sees reference images; None: it sees none. Raises ConfigFault."""
+        return tuple(self._sight(text) if text.picture else None for text in self.texts)
+
+    def _sight(self, text: Text) -> Sight:
+        root = Path(self.cfg.model.pretrained).expanduser() if self.cfg.model.pretrained else None
+        file = root / self.processor / PROCESSOR if root is not None else None
+        stored = read_json_object(file) if file is not None else None
+        try:
+            return Sight.of(text.area, self.num_control, self.source.complete(text.part), stored or {})
+        except ValueError as error:
+            raise ConfigFault([Fault(str(file), str(error))]) from None
+
+    def text_features(self, position: int, dtype: str) -> dict[str, Feature]:
+        """Describe what a text encoder makes. dtype: of hidden states and vectors."""
+        sizes = self.source.complete(self.texts[position - 1].part)
+        sight = self.sights[position - 1]
+        return features_of(self.texts, position, self.lengths[position - 1], sizes, dtype, sight)
 
     @cached_property
     def vocabularies(self) -> tuple[Any, ...]:

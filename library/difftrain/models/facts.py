@@ -6,7 +6,7 @@ The row of a family (models/registry.py) names its parts; its class holds these 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Sizes = Mapping[str, Mapping[str, Any]]  # part -> its constructor's arguments, defaults included
@@ -31,6 +31,8 @@ class Text:
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
     mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
     mends: of T5: captions are mended before they are read, as CLIP's always are.
+    picture: of a language model that sees reference images: what stands before the caption for each of them, its number,
+    from 1 on, in the place of "{}". area: pixels that each is brought to before it is seen.
     hub: a repository that has the vocabulary, for weights that come without it.
     """
 
@@ -57,9 +59,16 @@ class Text:
     normed: bool = False
     pads_zero: bool = False
     mends: bool = False
+    picture: str = ""
+    area: int = 0
     mask: str = ""
     pooled_as: str = ""
     hub: str = ""
+
+    def showing(self, count: int) -> Text:
+        """Return it with so many reference images in its template."""
+        pictures = "".join(self.picture.format(number) for number in range(1, count + 1))
+        return replace(self, template=self.template.replace("{}", pictures + "{}"))
 
 
 @dataclass(frozen=True)

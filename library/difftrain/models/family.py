@@ -20,6 +20,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
     CAPTION,
     CONTROL,
+    EDIT,
     Batch,
     Bucket,
     Chain,
@@ -37,7 +38,7 @@ from difftrain.models import passes, placeholder, speedups, stages, vision
 from difftrain.models.base import BaseFamily
 from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
 from difftrain.models.root import DenoiserRoot
-from difftrain.models.text.encode import encode, features_of, inputs_of
+from difftrain.models.text.encode import encode, inputs_of
 from difftrain.models.text.tokenize import mask_name
 from difftrain.models.vae.latents import control_encoder, decode, latents_encoder, posterior
 
@@ -78,17 +79,17 @@ class ModelFamily(BaseFamily):
         text = self.texts[position - 1]
         dtype = str(DTYPES[self.cfg.training.mixed_precision]).removeprefix("torch.")
         settings = self.text_settings(position)
-        sizes = self.source.complete(text.part)
-        features = features_of(self.texts, position, self.lengths[position - 1], sizes, dtype)
+        features, sight = self.text_features(position, dtype), self.sights[position - 1]
         return Encoder(
-            source=CAPTION,
+            source=CAPTION if sight is None else EDIT,
             features=features,
             modules=(text.part,),
             settings=settings,
-            encode=lambda batch: encode(self.texts, position, parts.frozen[text.part], batch.features),
+            encode=lambda batch: encode(self.texts, position, parts.frozen[text.part], batch.features, sight),
             fingerprint=partial(self.fingerprint, text.part, settings),
             inputs=inputs_of(self.texts, position),
             masks={name: mask_name(self.texts, position) for name, feature in features.items() if feature.maskable},
+            references=1 if sight is None else sight.count,
         )
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
@@ -227,11 +228,11 @@ class FamilyDrawer:
         device, count = next(self.parts.root.parameters()).device, len(next(iter(tokens.values())))
         features = tokens | self.family.size_features(size_hw, count)
         rows = torch.arange(count)
-        batch = Batch(Bucket(*size_hw), rows, rows, {name: value.to(device) for name, value in features.items()}, {})
+        shown = {image_feature(CONTROL, number): pixels.to(device) for number, pixels in enumerate(references)}
+        features = {name: value.to(device) for name, value in features.items()} | shown
+        batch = Batch(Bucket(*size_hw), rows, rows, features, {})
         root: Any = self.parts.root
         made = self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
-        shown = {image_feature(CONTROL, number): pixels.to(device) for number, pixels in enumerate(references)}
-        batch.features.update(shown)
         return made | (self.family.references(batch, self.parts) if shown else {})
 
     def unconditional(
@@ -240,12 +241,21 @@ class FamilyDrawer:
         conditions: dict[str, Tensor],
         size_hw: tuple[int, int],
         guidance: float | None = None,
+        references: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
-        """Encode negative prompts, one for each of the conditions; no text is what the training took for it."""
+        """Encode negative prompts, one for each of the conditions; no text is what the training took for it.
+
+        references: as of the conditions, for encoders that see them too; their latents are those of the conditions.
+        """
         without = None if any(negatives) else self.family.without_text(conditions)
         with torch.no_grad():
             made = (
-                self._encoded(self.family.negatives(self.parts)(negatives), size_hw, guidance)
+                self._encoded(
+                    self.family.negatives(self.parts)(negatives),
+                    size_hw,
+                    guidance,
+                    references if any(self.family.sights) else (),
+                )
                 if without is None
                 else without
             )

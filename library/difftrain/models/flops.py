@@ -21,7 +21,6 @@ from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import KEEP
 from difftrain.models.text.clip_tokens import chunks_of
 from difftrain.models.text.clip_vocabulary import LENGTH
-from difftrain.models.text.encode import features_of
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
@@ -42,10 +41,11 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     """
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
+    seen = [sight(bucket) for sight in family.sights if sight is not None]
     inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed, family.num_control]
-    key = json.dumps([*inputs, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
+    key = json.dumps([*inputs, *seen, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
-        _known[key] = _counts(family, bucket.frames)
+        _known[key] = _counts(family, bucket)
     by_tokens, by_kept = _known[key]
     tokens = family.image_tokens(bucket.height // family.token, bucket.width // family.token)
     total = _through(by_tokens, tokens)
@@ -55,17 +55,17 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     return float(total)
 
 
-def _counts(family: BaseFamily, frames: int) -> tuple[Points, Points]:
-    """Count small pictures: of several sizes, and of the largest with more and more tokens that stay."""
+def _counts(family: BaseFamily, bucket: Bucket) -> tuple[Points, Points]:
+    """Count small pictures beside the texts of a bucket: of several sizes, and of the largest with more and more tokens that stay."""
     root, token = on_meta(family), family.token
     fewest = 0 if root.span is None else _KEPT[0]
-    small = [Bucket(rows * token, columns * token, frames) for rows, columns in family.small_sizes]
-    costs = [_by_blocks(family, root, bucket, fewest) for bucket in small]
+    small = [Bucket(rows * token, columns * token, bucket.frames) for rows, columns in family.small_sizes]
+    costs = [_by_blocks(family, root, one, fewest, bucket) for one in small]
     by_tokens = [(family.image_tokens(*size), cost) for size, cost in zip(family.small_sizes, costs)]
     if root.span is None:
         return by_tokens, []
     largest = small[-1]
-    more = [(kept, _by_blocks(family, root, largest, kept)) for kept in _KEPT[1:]]
+    more = [(kept, _by_blocks(family, root, largest, kept, bucket)) for kept in _KEPT[1:]]
     return by_tokens, [(fewest, by_tokens[-1][1]), *more]
 
 
@@ -80,9 +80,9 @@ def _through(points: Points, x: int) -> int:
     return int(total)
 
 
-def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
+def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int, texts_of: Bucket) -> int:
     """Count with few blocks of each list whose middle ones are alike, and once more with one block more of each."""
-    inputs = blank_inputs(family, bucket)
+    inputs = blank_inputs(family, bucket, texts_of=texts_of)
     if kept:
         inputs.conditions[KEEP] = inputs.conditions[KEEP].new_zeros((1, kept))
     net = root.denoiser
@@ -126,25 +126,26 @@ def on_meta(family: BaseFamily) -> DenoiserRoot:
     return root
 
 
-def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch: int = 1) -> Inputs:
-    """Make inputs of the shapes of a bucket, without content."""
+def blank_inputs(
+    family: BaseFamily, bucket: Bucket, device: str = "meta", batch: int = 1, texts_of: Bucket | None = None
+) -> Inputs:
+    """Make inputs of the shapes of a bucket, without content. texts_of: whose texts they have, where not its own."""
 
     def blank(*shape: int) -> torch.Tensor:
         return torch.zeros((batch, *shape), device=device)
 
     made: dict[str, torch.Tensor] = {}
     for position, text in enumerate(family.texts, start=1):
-        sizes = family.source.complete(text.part)
         if text.part in family.in_root:  # trained with the denoiser: it reads tokens in the step
             chunks = chunks_of(family.cfg.model.max_token_length)
             ids = torch.zeros((batch, chunks, family.lengths[position - 1]), dtype=torch.int64, device=device)
             made[f"input_ids_{position}"] = ids
             continue
-        features = features_of(family.texts, position, family.lengths[position - 1], sizes, "float32")
-        made |= {name: blank(*feature.shape(bucket)) for name, feature in features.items()}
+        features = family.text_features(position, "float32")
+        made |= {name: blank(*feature.shape(texts_of or bucket)) for name, feature in features.items()}
         if text.passes_mask:
-            shape = (batch, family.lengths[position - 1])
-            made[mask_name(family.texts, position)] = torch.ones(shape, dtype=torch.bool, device=device)
+            name = mask_name(family.texts, position)
+            made[name] = torch.ones_like(made[name], dtype=torch.bool)
     own = family.size_features((bucket.height, bucket.width), batch)
     rows = torch.arange(batch)
     drawn = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})

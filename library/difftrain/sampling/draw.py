@@ -122,7 +122,9 @@ def draw_batch(
         latents = walk(
             model,
             conditions,
-            model.unconditional([""] * len(captions), conditions, size_hw) if guidance > 1 else None,
+            model.unconditional([""] * len(captions), conditions, size_hw, references=references)
+            if guidance > 1
+            else None,
             noise,
             sampler=make_sampler(sampler, config, model.tokens(size_hw), mu=model.mu),
             steps=steps,
@@ -198,7 +200,7 @@ def draw_one(
     latents = walk(
         model,
         conditions,
-        None if negative is None else model.unconditional(negative, conditions, size, prompt.guidance_scale),
+        None if negative is None else model.unconditional(negative, conditions, size, prompt.guidance_scale, shown),
         noise.to(device),
         sampler=stepper,
         steps=prompt.sample_steps,

@@ -14,7 +14,6 @@ from torch import nn
 from difftrain.contracts import Batch, Bucket, Draw, control_name
 from difftrain.data.samples import host_draws
 from difftrain.models.registry import FAMILIES
-from difftrain.models.text.encode import features_of
 from difftrain.models.text.tokenize import mask_name
 from difftrain.models.vae.latents import LATENTS, MOMENTS
 
@@ -53,10 +52,9 @@ def cached_batch(family: ModelFamily, bucket: Bucket, size: int, *, seed: int = 
         features[f"{control_name(number)}_{LATENTS}"] = torch.randn(size, *raw, generator=drawn)
 
     # --- what text encoders make, the captions filling all tokens; sizes of the picture
-    for position, text in enumerate(family.texts, start=1):
-        sizes = family.source.complete(text.part)
+    for position in range(1, len(family.texts) + 1):
         dtype = _DTYPES[family.cfg.training.mixed_precision]
-        for name, feature in features_of(family.texts, position, family.lengths[position - 1], sizes, dtype).items():
+        for name, feature in family.text_features(position, dtype).items():
             shape, kind = (size, *feature.shape(bucket)), getattr(torch, feature.dtype)
             made = torch.randn(shape, generator=drawn) if kind.is_floating_point else torch.ones(shape)
             features[name] = made.to(kind)

@@ -73,6 +73,13 @@ def joined_address(alone: Sequence[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(alone), digest_size=BYTES, person=b"difftrain.joined").digest()
 
 
+def joined_content(contents: Sequence[bytes]) -> bytes:
+    """Return what stands for the contents of several images that an encoder reads together; of one its own."""
+    if len(contents) == 1:
+        return contents[0]
+    return hashlib.blake2b(b"".join(contents), digest_size=BYTES, person=b"difftrain.images").digest()
+
+
 def as_array(addresses: Sequence[bytes]) -> np.ndarray:
     """Return addresses as an array. Shape: (N,) V16."""
     return np.frombuffer(b"".join(addresses), dtype=V16)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from difftrain.cache.manifest.address import BYTES
+from difftrain.cache.manifest.address import BYTES, joined_content
 from difftrain.cache.manifest.content_hash import (
     FOLDER,
     KnownHashes,
@@ -79,6 +79,25 @@ def control_contents(
     """
     column = index.folder / f"control-{number}.npy"
     return _file_contents(index, lambda own: _references(index, number, own), needed, column, "reference", look, log)
+
+
+def reference_contents(
+    index: Index, needed: np.ndarray, numbers: Sequence[int], *, look: bool, log: Log
+) -> tuple[np.ndarray, list[Reject]]:
+    """Return the content of several references of every record as one, which is that of a single one; see control_contents."""
+    contents, rejects = control_contents(index, needed, numbers[0], look=look, log=log)
+    if len(numbers) == 1:
+        return contents, rejects
+    columns = [contents]
+    for number in numbers[1:]:
+        more, bad = control_contents(index, needed, number, look=look, log=log)
+        columns.append(more)
+        rejects = rejects + bad
+    joined = np.zeros_like(contents)
+    known = np.all([column.any(axis=1) for column in columns], axis=0)
+    for record_id in needed[known[needed]]:
+        joined[record_id] = np.frombuffer(joined_content([column[record_id].tobytes() for column in columns]), np.uint8)
+    return joined, rejects
 
 
 def _file_contents(

@@ -25,7 +25,7 @@ import numpy as np
 
 from difftrain.cache.manifest.address import BYTES, V16
 from difftrain.cache.store.references import REFERENCE_ROW
-from difftrain.contracts import CAPTION, PIXELS, Bucket, Encoder, Reject, Source, image_feature
+from difftrain.contracts import CAPTION, PIXELS, Bucket, Encoder, Reject, Source
 from difftrain.data.index.index import Column, Index
 from difftrain.data.media.media import Unusable
 from difftrain.io.files import write_bytes
@@ -74,6 +74,7 @@ class CacheManifest:
         alone = PIXELS if (self.folder / "places.npy").is_file() else CAPTION  # a list of before there were pairs
         self.source: frozenset[Source] = frozenset(facts.get("source", alone))
         self.reference: int = facts.get("reference", 0)
+        self.num_references: int = facts.get("references", 1)
         self.batch_size: int = facts["batch_size"]
         self.num_passed: int = facts["num_passed"]
         self.passed = [Reject(*row) for row in facts["passed"]]  # some of what cannot be read now: tried again later
@@ -88,11 +89,6 @@ class CacheManifest:
     def count(self) -> int:
         """Return the number of entries."""
         return int(self._ends[-1])
-
-    @property
-    def reads(self) -> str:
-        """Name the feature of a batch that its encoder reads, where that is an image."""
-        return image_feature(self.source, self.reference)
 
     @property
     def batches(self) -> int:
@@ -185,7 +181,7 @@ class AddressByRecord:
 class ManifestFacts:
     """What a list says of itself.
 
-    reference: number of the reference image that is encoded. inputs: of a caption's tokens those that decide what is made of it. kind: what tells of all that decides its address.
+    reference: number of the reference image that is encoded; references: how many are, with their caption. inputs: of a caption's tokens those that decide what is made of it. kind: what tells of all that decides its address.
     """
 
     name: str
@@ -197,6 +193,7 @@ class ManifestFacts:
     passed: Sequence[Reject] = ()
     kind: str = ""
     reference: int = 0
+    references: int = 1
 
 
 class ManifestWriter:
@@ -263,6 +260,7 @@ class ManifestWriter:
             passed,
             kind,
             encoder.reference,
+            encoder.references,
         )
 
 
@@ -311,6 +309,7 @@ def write_manifest(
         "batch_size": facts.batch_size,
         "source": sorted(facts.source),
         "reference": facts.reference,
+        "references": facts.references,
         "inputs": list(facts.inputs),
         "runs": [[list(bucket), int(n)] for bucket, n in zip(buckets, per_bucket, strict=True) if n],
         "num_passed": len(facts.passed),

@@ -25,7 +25,7 @@ from difftrain.cache.manifest.address import (
     pixel_settings,
 )
 from difftrain.cache.manifest.captions import held_out
-from difftrain.cache.manifest.companions import NO_MASK, control_contents, mask_contents
+from difftrain.cache.manifest.companions import NO_MASK, mask_contents, reference_contents
 from difftrain.cache.manifest.content_hash import Log, picture_contents
 from difftrain.cache.manifest.manifest import (
     ROW,
@@ -36,7 +36,7 @@ from difftrain.cache.manifest.manifest import (
     reference_rows,
     write_manifest,
 )
-from difftrain.contracts import CAPTION, CONTROL, Bucket, DataFault, Reject
+from difftrain.contracts import CAPTION, Bucket, DataFault, Reject
 from difftrain.data.captions import may_drop
 from difftrain.data.index.writer import disk_faults
 
@@ -79,8 +79,9 @@ class PictureEntries:
         if masks:
             contents, passed = mask_contents(index, data.recipes, ids, look=look, log=log)
             ids = ids[(contents[ids] != NO_MASK).any(axis=1)]
-        elif request.encoder.source == CONTROL:
-            contents, passed = control_contents(index, ids, request.encoder.reference, look=look, log=log)
+        elif "control" in request.encoder.source:
+            numbers = range(request.encoder.reference, request.encoder.reference + request.encoder.references)
+            contents, passed = reference_contents(index, ids, numbers, look=look, log=log)
         else:
             contents, passed = picture_contents(index, ids, look=look, log=log)
         return cls(data, request, ids, contents, passed, buckets, bucket_of)
@@ -101,7 +102,8 @@ class PictureEntries:
     def record_addresses(self) -> np.ndarray:
         """Make the addresses."""
         request = self.request
-        kind: Cut = "mask" if request.name == MASKS else "reference" if request.encoder.source == CONTROL else "image"
+        is_reference = "control" in request.encoder.source
+        kind: Cut = "mask" if request.name == MASKS else "reference" if is_reference else "image"
         transforms = MediaTransforms(self.data.recipes, request.fingerprint, request.storage, kind)
         variants = 2 if self.flips[self.ids].any() else 1
         return _addresses(self.data.index, transforms, self.ids, self.contents, self.flips, variants)

@@ -77,14 +77,16 @@ class QwenImage(ModelFamily):
         text = net.txt_in(net.txt_norm(conditions["tokens"]))
         temb = net.time_text_embed(t / 1000.0, image)
         size = (1, x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        rope = self.rope(net, size, text.shape[1], x_t.device)
+        rope = self.rope(net, (size,), text.shape[1], x_t.device)
         return Tokens(image, text, temb, size, rope=rope, more={"mask": conditions.get("mask")})
 
-    def rope(self, net: Any, size: tuple[int, ...], length: int, device: torch.device) -> tuple[RealTables, ...]:
-        """Return the rotary tables of image and text: made on the host, so equal on every device, once a size."""
-        key = (size, length, device)
+    def rope(
+        self, net: Any, sizes: tuple[tuple[int, int, int], ...], length: int, device: torch.device
+    ) -> tuple[RealTables, ...]:
+        """Return the rotary tables of images and text: made on the host, so equal on every device, once for their sizes."""
+        key = (sizes, length, device)
         if key not in self._ropes:
-            tables = net.pos_embed([[size]], max_txt_seq_len=length, device=torch.device("cpu"))
+            tables = net.pos_embed([list(sizes)], max_txt_seq_len=length, device=torch.device("cpu"))
             made = ([real.to(device) for real in real_tables(table)] for table in tables)
             self._ropes[key] = tuple((cos, sin) for cos, sin in made)
         return self._ropes[key]

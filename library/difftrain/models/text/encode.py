@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Feature
+from difftrain.contracts import CONTROL, Feature, image_feature
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import weigh
+from difftrain.models.text.see import Sight
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
@@ -36,31 +37,48 @@ def inputs_of(texts: Sequence[Text], position: int) -> tuple[str, ...]:
 
 
 def features_of(
-    texts: Sequence[Text], position: int, length: int, sizes: Mapping[str, Any], dtype: str
+    texts: Sequence[Text], position: int, length: int, sizes: Mapping[str, Any], dtype: str, sight: Sight | None = None
 ) -> dict[str, Feature]:
-    """Describe what one encoder makes. length: rows of hidden states. sizes: complete ones of the encoder."""
+    """Describe what one encoder makes. length: rows of hidden states. sizes: complete ones of the encoder. sight: how it sees."""
     text, names = texts[position - 1], outputs_of(texts, position)
     inner = sizes.get("text_config") or sizes
     width = inner.get("d_model") or inner["hidden_size"]
     made: dict[str, Feature] = {}
     if text.hidden is not None:
         channels = width * max(1, len(text.layers))
-        made[names[0]] = Feature(channels, length=length, dtype=dtype, maskable=text.masked and text.zeros)
+        maskable = text.masked and text.zeros
+        made[names[0]] = Feature(channels, length=length, dtype=dtype, maskable=maskable, seen=sight)
     if text.passes_mask:
-        made[mask_name(texts, position)] = Feature(length, dtype="uint8")
+        made[mask_name(texts, position)] = Feature(length, dtype="uint8", seen=sight)
     if text.pooled:
         made[names[-1]] = Feature(sizes["projection_dim"] if text.pooled == "text_embeds" else width, dtype=dtype)
     return made
 
 
 @torch.no_grad()
-def encode(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def encode(
+    texts: Sequence[Text],
+    position: int,
+    encoder: Any,
+    features: Mapping[str, Tensor],
+    sight: Sight | None = None,
+    kept: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Encode the ids of one frozen encoder; see run."""
-    return run(texts, position, encoder, features)
+    return run(texts, position, encoder, features, sight, kept)
 
 
-def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run(
+    texts: Sequence[Text],
+    position: int,
+    encoder: Any,
+    features: Mapping[str, Tensor],
+    sight: Sight | None = None,
+    kept: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Encode the ids of one encoder. Shapes: (B, L) -> hidden (B, L - drop, D), pooled (B, P), mask (B, L - drop).
+
+    sight: it sees reference images too, of the samples in `kept`, (B,), where that is said; L grows by their rows.
 
     Rows behind the mask are zeros where the facts say so. A T5 in fp16 computes without autocast, which would put into
     fp16 what overflows there (placeholder.py keeps those layers wide).
@@ -73,6 +91,11 @@ def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[st
     # --- run
     states = bool(text.layers) or isinstance(text.hidden, int)
     options: dict[str, Any] = {"output_hidden_states": True} if states else {}
+    if sight is not None:
+        assert mask is not None, "texts with images are masked"
+        images = [features[image_feature(CONTROL, number)] for number in range(sight.count)]
+        ids, mask, more = sight.inputs(ids, mask, images, kept)
+        options |= more
     if mask is not None and text.reads_mask:
         options["attention_mask"] = mask.long()
     dtype = encoder.shared.weight.dtype if text.kind == "t5" else next(encoder.parameters()).dtype
@@ -96,12 +119,12 @@ def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[st
             hidden = weigh(hidden, join_chunks(weights.flatten(0, 1).unsqueeze(-1), num_chunks).squeeze(-1))
         if text.kind != "clip":
             hidden = hidden.to(dtype)
-        kept = None if mask is None else mask.bool()[:, text.drop :]
-        if kept is not None and text.zeros:
-            hidden = torch.where(kept.unsqueeze(-1), hidden, torch.zeros_like(hidden))
+        filled = None if mask is None else mask.bool()[:, text.drop :]
+        if filled is not None and text.zeros:
+            hidden = torch.where(filled.unsqueeze(-1), hidden, torch.zeros_like(hidden))
         made[names[0]] = hidden
-        if kept is not None:
-            made[mask_name(texts, position)] = kept.to(torch.uint8)
+        if filled is not None:
+            made[mask_name(texts, position)] = filled.to(torch.uint8)
     if text.pooled:
         pooled = getattr(out, text.pooled)[::num_chunks]
         # behind a norm, which autocast computes wide on some devices
