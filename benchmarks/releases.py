@@ -89,7 +89,7 @@ def compared(name: str) -> dict[str, Any]:
     oracle = importlib.import_module(f"family_oracles.{name}").ORACLE
     return {
         "forward": True,
-        "captions": oracle.prompts is not None,
+        "captions": oracle.prompts is not None or oracle.shown is not None,
         "tensors": {release: count for release, (_, count) in oracle.released.items()},
         "whole": bool(oracle.whole),
         "samples": oracle.drawn is not None,

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from families import (
@@ -280,9 +281,11 @@ def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, m
     before = "pipe.set_progress_bar_config(disable=True); pipe.default_sample_size = 8; "
     code = code.replace("pipe.to(", before + "pipe.to(")
     # a prompt without its name would stand behind named arguments
-    call = "= pipe(num_inference_steps=1, height=64, width=64, "
-    if FAMILIES[name].control:  # its pipeline brings what it is shown, and what it makes, to a size of its own
-        call += "max_area=64 * 64, _auto_resize=False, "
+    call = "= pipe(num_inference_steps=1, height=64, width=64, " + ORACLES[name].small
+    if (load := ORACLES[name].load) is not None:
+        kind = getattr(diffusers, pipeline)
+        monkeypatch.setattr(kind, "from_pretrained", lambda *told, **options: load(kind, path, **options))
+    if FAMILIES[name].control:
         Image.new("RGB", (64, 64), "red").save(path / "reference.png")
     code = re.sub(r'= pipe\((\s*)(")?', lambda found: call + ('prompt="' if found[2] else ""), code)
     given: dict[str, Any] = {}

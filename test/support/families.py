@@ -176,4 +176,5 @@ def pipeline_of(folder: Path, name: str) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ORACLES[name].load(getattr(diffusers, FAMILIES[name].pipeline), folder)
+        kind, load = getattr(diffusers, FAMILIES[name].pipeline), ORACLES[name].load
+        return kind.from_pretrained(folder) if load is None else load(kind, folder)

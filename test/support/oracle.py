@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +55,8 @@ class Oracle:
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
     blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
     shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
-    load: (class of the pipeline, folder) -> the pipeline, where it cannot be loaded as it is.
+    load: (class of the pipeline, folder, options) -> the pipeline, where it cannot be loaded as it is; small: what the call in an
+    export's page needs for a picture of 64 x 64 px.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -70,7 +70,8 @@ class Oracle:
     by_depth: Callable[[int], dict[str, Any]] = lambda blocks: {}
     text_length: int | None = None
     shown: Callable[[Any, list[str], int, Conditions], Conditions] | None = None
-    load: Callable[[Any, Path], Any] = lambda kind, folder: kind.from_pretrained(folder)
+    load: Callable[..., Any] | None = None
+    small: str = ""
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

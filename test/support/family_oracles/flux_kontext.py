@@ -60,6 +60,7 @@ ORACLE = Oracle(
     flux.prompts,
     "convert_flux_transformer_checkpoint_to_diffusers",
     released={"dev": ({"guidance_embeds": True}, 1160)},
+    small="max_area=64 * 64, _auto_resize=False, ",  # it brings what it is shown, and what it makes, to a size of its own
     drawn=Drawn(
         options,
         lambda x: passes.pack(x, 2),

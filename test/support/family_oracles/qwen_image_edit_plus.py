@@ -12,9 +12,9 @@ from oracle import Oracle
 from . import flux_kontext, qwen_image_edit
 
 
-def load(kind: Any, folder: Path) -> Any:
+def load(kind: Any, folder: Path, **more: Any) -> Any:
     """Load a folder; this pipeline brings what its encoder sees to 384 x 384 pixels by itself."""
-    return qwen_image_edit.load(kind, folder, area=None)
+    return qwen_image_edit.load(kind, folder, area=None, **more)
 
 
 FIRST = flux_kontext.reference()
