@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from doors import Door
+from edit_batches import batches, flipped
 from PIL import Image
 from refusals import names
 
-from difftrain.cache.build import with_cache
 from difftrain.cli import main
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.kohya import resolve
 from difftrain.config.parse_keys import parse
-from difftrain.contracts import Batch, ConfigFault
-from difftrain.data.loader import make_loader
-from difftrain.data.prepare import Data, make_plan, open_data, prepare
+from difftrain.contracts import ConfigFault
 from difftrain.demo.prepare import make
-from difftrain.device import choose
-from difftrain.distributed.ranks import Ranks
-from difftrain.models.registry import make_family
 from difftrain.train.inspect import inspect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,22 +53,6 @@ def refused(place: Path, *more: str) -> list[str]:
 
 
 # ------------------------------------------------------------------ what is read, cached and dropped
-
-
-def batches(cfg: TrainConfig, change: Any = lambda data: data) -> tuple[Any, Any, Data, list[Batch]]:
-    """Return family, parts, data and the batches of an epoch, cached as the configuration asks for."""
-    family = make_family(cfg)
-    parts = family.load()
-    data = change(open_data(cfg, prepare(cfg, log=lambda line: None)))
-    data = with_cache(cfg, choose("cpu"), Ranks(), family, parts, data).data
-    plan = make_plan(data, cfg, cfg.training.batch_size)
-    where = {"first_step": 0, "last_step": plan.total_steps(1), "dp_rank": 0, "dp_size": 1}
-    loader = make_loader(data, plan, family.features, family.tokenizer(parts), cfg, **where)
-    return family, parts, data, [batch for micro in loader for batch in micro]
-
-
-def flipped(data: Data) -> Data:
-    return dataclasses.replace(data, recipes=tuple(dataclasses.replace(one, flip=True) for one in data.recipes))
 
 
 def test_cached_references_are_those_of_online_training(place: Path) -> None:
