@@ -27,7 +27,7 @@ from difftrain.models.objective import flow
 from difftrain.models.placeholder import DTYPES, in_8_bits
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, inputs_of, outputs_of
-from difftrain.models.text.see import IMAGE, PROCESSOR
+from difftrain.models.text.see import PROCESSOR
 from difftrain.models.text.tokenize import Tokenize, mask_name
 from difftrain.models.vae.latents import DROPOUT, control_latents, raw_latents
 from difftrain.models.weights.find import is_released, shipped_sizes, source_of
@@ -148,8 +148,7 @@ class BaseFamily(Description):
         tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(position)
         layers = f"layers {text.layers}" if text.layers else f"state {text.hidden}"
         reading = f"{layers}, {text.pooled}" + (f", without the first {text.drop}" if text.drop else "")
-        sight = self.sights[position - 1]
-        reading += "" if sight is None else f", {sight.describe()}"
+        reading += f", {sight.describe()}" if (sight := self.sights[position - 1]) is not None else ""
         return f"{self.precision(text.part)}, {tokens}, {reading}"
 
     def precision(self, part: str) -> str:
@@ -192,9 +191,8 @@ class BaseFamily(Description):
                 mask = batch.features.get(mask_name(self.texts, position))
                 made |= {} if mask is None else {mask_name(self.texts, position): mask}
             elif text.part in parts.frozen:
-                sight = self.sights[position - 1]
-                shown = None if sight is None else self.shown(batch)
-                made |= encode(self.texts, position, parts.frozen[text.part], batch.features, sight, shown)
+                how = self.sights[position - 1], self.shown(batch)
+                made |= encode(self.texts, position, parts.frozen[text.part], batch.features, *how)
             else:
                 read = inputs_of(self.texts, position)
                 made |= {name: batch.features[name] for name in read if name in batch.features}
@@ -368,7 +366,7 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
             problems.append(
                 Fault("[model] train_only", f"{pattern!r} finds no parameter of the {family.denoiser}", remedy)
             )
-    problems += _sight_faults(family)
+    problems += family.sight_faults()
     layer, depth = family.cfg.loss.text_recon_target_layer, sum(1 for _ in passes.blocks_of(family, net))
     if layer and layer >= depth:  # its own tokens would be no target
         what = f"is {layer}, the {family.denoiser} has {depth} blocks"
@@ -380,30 +378,6 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
         what = f"makes buckets of {side} px, the {family.denoiser}'s positions end at {largest}"
         problems.append(Fault(option("data.resolution"), what, "choose a smaller one"))
     return problems + speedups.faults(family, net)
-
-
-def _sight_faults(family: Description) -> list[Fault]:
-    """Find what does not go with encoders that see reference images."""
-    problems = []
-    for position, text in enumerate(family.texts, start=1):
-        if not text.picture:
-            continue
-        # what is cached is what it makes of an image that it has seen
-        cached = next((name for name in ("text", "text_to_disk") if getattr(family.cfg.cache, name)), None)
-        if family.cfg.data.control_dropout and cached:
-            what = f"contradicts {option(f'cache.{cached}', True)}: {text.part} sees the reference, and what it makes of it is kept"
-            problems.append(Fault(option("data.control_dropout"), what, "give one of them"))
-        # the template up to its last image has to be read
-        ahead = family.vocabularies[position - 1].backend().encode(text.template.partition("{}")[0]).ids
-        if (least := len(ahead) - text.drop) > family.lengths[position - 1]:
-            what = f"is {family.lengths[position - 1]}, the template takes {least} tokens before a caption begins"
-            problems.append(Fault(option("model.llm_max_length"), what, "give more"))
-        sight = family.sights[position - 1]
-        mark = family.vocabularies[position - 1].backend().token_to_id(IMAGE)
-        if sight is not None and mark != sight.mark:
-            what = f"is {sight.mark}, and {mark} in {option(f'model.tokenizer{position}')} ({IMAGE})"
-            problems.append(Fault(f"[{text.part}] image_token_id", what))
-    return problems
 
 
 def _longest_sides(cfg: TrainConfig) -> list[int]:

@@ -31,7 +31,7 @@ from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES
 from difftrain.models.row import FamilyRow
 from difftrain.models.text.encode import features_of
-from difftrain.models.text.see import PROCESSOR, Sight
+from difftrain.models.text.see import IMAGE, PROCESSOR, Sight
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
 from difftrain.models.vae.latents import DROPOUT, MOMENTS, Latents
 from difftrain.models.weights import keys
@@ -261,6 +261,29 @@ class Description:
             return Sight.of(text.area, self.num_control, self.source.complete(text.part), stored or {})
         except ValueError as error:
             raise ConfigFault([Fault(str(file), str(error))]) from None
+
+    def sight_faults(self) -> list[Fault]:
+        """Find what does not go with encoders that see reference images."""
+        problems = []
+        for position, text in enumerate(self.texts, start=1):
+            if not text.picture:
+                continue
+            # what is cached is what it makes of an image that it has seen
+            cached = next((name for name in ("text", "text_to_disk") if getattr(self.cfg.cache, name)), None)
+            if self.cfg.data.control_dropout and cached:
+                what = f"contradicts {option(f'cache.{cached}', True)}: {text.part} sees the reference, and what it makes of it is kept"
+                problems.append(Fault(option("data.control_dropout"), what, "give one of them"))
+            # the template up to its last image has to be read
+            ahead = self.vocabularies[position - 1].backend().encode(text.template.partition("{}")[0]).ids
+            if (least := len(ahead) - text.drop) > self.lengths[position - 1]:
+                what = f"is {self.lengths[position - 1]}, the template takes {least} tokens before a caption begins"
+                problems.append(Fault(option("model.llm_max_length"), what, "give more"))
+            sight = self.sights[position - 1]
+            mark = self.vocabularies[position - 1].backend().token_to_id(IMAGE)
+            if sight is not None and mark != sight.mark:
+                what = f"is {sight.mark}, and {mark} in {option(f'model.tokenizer{position}')} ({IMAGE})"
+                problems.append(Fault(f"[{text.part}] image_token_id", what))
+        return problems
 
     def text_features(self, position: int, dtype: str) -> dict[str, Feature]:
         """Describe what a text encoder makes. dtype: of hidden states and vectors."""

@@ -139,7 +139,7 @@ class Sight:
         resized = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
         resized = resized.resize(own[::-1], Resampling.LANCZOS).resize(size_hw[::-1], Resampling.BICUBIC)
         # every value that a channel can have, normalised: looked up, it is computed 256 times in place of a million
-        table = (np.arange(256).astype(np.float64) * (1 / 255)).astype(np.float32)[:, None]
+        table: Any = (np.arange(256).astype(np.float64) * (1 / 255)).astype(np.float32)[:, None]
         table = (table - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         values: Any = np.stack([table[:, channel][np.asarray(resized)[..., channel]] for channel in range(3)], axis=-1)
 
