@@ -15,7 +15,7 @@ import torch
 from difftrain.contracts import Batch
 from difftrain.models import passes
 from difftrain.models.facts import Agree, Lora, Shift, Text
-from difftrain.models.families.flux import Flux
+from difftrain.models.families.flux import Flux, shared_sizes
 from difftrain.models.passes import Tokens
 from difftrain.models.weights.infer import count
 
@@ -99,15 +99,7 @@ class Chroma(Flux):
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
         hidden, channels = shapes["distilled_guidance_layer.in_proj.weight"]
-        head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-        return {
-            "in_channels": shapes["img_in.weight"][1],
-            "num_layers": count(shapes, r"double_blocks\.(\d+)\."),
-            "num_single_layers": count(shapes, r"single_blocks\.(\d+)\."),
-            "attention_head_dim": head,
-            "num_attention_heads": shapes["img_in.weight"][0] // head,
-            "joint_attention_dim": shapes["txt_in.weight"][1],
-            "axes_dims_rope": [head // 8, 7 * head // 16, 7 * head // 16],
+        return shared_sizes(shapes) | {
             "approximator_num_channels": channels,
             "approximator_hidden_dim": hidden,
             "approximator_layers": count(shapes, r"distilled_guidance_layer\.layers\.(\d+)\."),

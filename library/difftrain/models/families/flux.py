@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 
     from difftrain.config import TrainConfig
 
+# rows that its relatives have too
+SHARED_KEYS = """
+x_embedder = img_in
+context_embedder = txt_in
+norm_out.linear = final_layer.adaLN_modulation.1 halves
+proj_out = final_layer.linear
+transformer_blocks.{}.attn.to_q + transformer_blocks.{}.attn.to_k + transformer_blocks.{}.attn.to_v = double_blocks.{}.img_attn.qkv
+transformer_blocks.{}.attn.add_q_proj + transformer_blocks.{}.attn.add_k_proj + transformer_blocks.{}.attn.add_v_proj = double_blocks.{}.txt_attn.qkv
+transformer_blocks.{}.attn.norm_q = double_blocks.{}.img_attn.norm.query_norm leaf=scale
+transformer_blocks.{}.attn.norm_k = double_blocks.{}.img_attn.norm.key_norm leaf=scale
+transformer_blocks.{}.attn.norm_added_q = double_blocks.{}.txt_attn.norm.query_norm leaf=scale
+transformer_blocks.{}.attn.norm_added_k = double_blocks.{}.txt_attn.norm.key_norm leaf=scale
+transformer_blocks.{}.attn.to_out.0 = double_blocks.{}.img_attn.proj
+transformer_blocks.{}.attn.to_add_out = double_blocks.{}.txt_attn.proj
+single_transformer_blocks.{}.attn.norm_q = single_blocks.{}.norm.query_norm leaf=scale
+single_transformer_blocks.{}.attn.norm_k = single_blocks.{}.norm.key_norm leaf=scale
+"""
+
 
 class Flux(ModelFamily):
     """The facts of a Flux model. Loading, caching, noising, loss, export, FLOPs and sampling follow from them."""
@@ -93,13 +111,19 @@ class Flux(ModelFamily):
             else ["guidance has no effect: this transformer has no guidance input"]
         )
 
-    def rope(self, net: Any, size: tuple[int, int], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and image: made in fp64 on the host, so equal on every device, once a size."""
-        key = (size, length, device)
+    def rope(
+        self, net: Any, size: tuple[int, int], length: int, device: torch.device, images: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rotary tables of text and images: made in fp64 on the host, so equal on every device, once a size."""
+        key = (size, length, device, images)
         if key not in self._ropes:
-            cos, sin = net.pos_embed(passes.behind_text(passes.grid(*size), length))
+            cos, sin = net.pos_embed(self.places(size, length, images))
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
+
+    def places(self, size: tuple[int, int], length: int, images: int) -> Tensor:
+        """Say where tokens of text and images lie: number of the image, row and column, (L + images N, 3)."""
+        return passes.behind_text(torch.cat([passes.grid(*size, first=number) for number in range(images)]), length)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind: both take and return text and image apart."""
@@ -113,47 +137,42 @@ class Flux(ModelFamily):
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
-        head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-        return {
-            "in_channels": shapes["img_in.weight"][1],
-            "num_layers": count(shapes, r"double_blocks\.(\d+)\."),
-            "num_single_layers": count(shapes, r"single_blocks\.(\d+)\."),
-            "attention_head_dim": head,
-            "num_attention_heads": shapes["img_in.weight"][0] // head,
-            "joint_attention_dim": shapes["txt_in.weight"][1],
+        return shared_sizes(shapes) | {
             "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
             "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-            "axes_dims_rope": [head // 8, 7 * head // 16, 7 * head // 16],
         }
 
-    keys = """
-x_embedder = img_in
-context_embedder = txt_in
+    keys = (
+        SHARED_KEYS
+        + """
 time_text_embed.timestep_embedder.linear_1 = time_in.in_layer
 time_text_embed.timestep_embedder.linear_2 = time_in.out_layer
 time_text_embed.text_embedder.linear_1 = vector_in.in_layer
 time_text_embed.text_embedder.linear_2 = vector_in.out_layer
 time_text_embed.guidance_embedder.linear_1 = guidance_in.in_layer
 time_text_embed.guidance_embedder.linear_2 = guidance_in.out_layer
-norm_out.linear = final_layer.adaLN_modulation.1 halves
-proj_out = final_layer.linear
 transformer_blocks.{}.norm1.linear = double_blocks.{}.img_mod.lin
 transformer_blocks.{}.norm1_context.linear = double_blocks.{}.txt_mod.lin
-transformer_blocks.{}.attn.to_q + transformer_blocks.{}.attn.to_k + transformer_blocks.{}.attn.to_v = double_blocks.{}.img_attn.qkv
-transformer_blocks.{}.attn.add_q_proj + transformer_blocks.{}.attn.add_k_proj + transformer_blocks.{}.attn.add_v_proj = double_blocks.{}.txt_attn.qkv
-transformer_blocks.{}.attn.norm_q = double_blocks.{}.img_attn.norm.query_norm leaf=scale
-transformer_blocks.{}.attn.norm_k = double_blocks.{}.img_attn.norm.key_norm leaf=scale
-transformer_blocks.{}.attn.norm_added_q = double_blocks.{}.txt_attn.norm.query_norm leaf=scale
-transformer_blocks.{}.attn.norm_added_k = double_blocks.{}.txt_attn.norm.key_norm leaf=scale
-transformer_blocks.{}.attn.to_out.0 = double_blocks.{}.img_attn.proj
-transformer_blocks.{}.attn.to_add_out = double_blocks.{}.txt_attn.proj
 transformer_blocks.{}.ff.net.0.proj = double_blocks.{}.img_mlp.0
 transformer_blocks.{}.ff.net.2 = double_blocks.{}.img_mlp.2
 transformer_blocks.{}.ff_context.net.0.proj = double_blocks.{}.txt_mlp.0
 transformer_blocks.{}.ff_context.net.2 = double_blocks.{}.txt_mlp.2
 single_transformer_blocks.{}.norm.linear = single_blocks.{}.modulation.lin
 single_transformer_blocks.{}.attn.to_q + single_transformer_blocks.{}.attn.to_k + single_transformer_blocks.{}.attn.to_v + single_transformer_blocks.{}.proj_mlp = single_blocks.{}.linear1
-single_transformer_blocks.{}.attn.norm_q = single_blocks.{}.norm.query_norm leaf=scale
-single_transformer_blocks.{}.attn.norm_k = single_blocks.{}.norm.key_norm leaf=scale
 single_transformer_blocks.{}.proj_out = single_blocks.{}.linear2
 """
+    )
+
+
+def shared_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Read the sizes that Flux and its relatives have off tensors of the original layout. Raises KeyError."""
+    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
+    return {
+        "in_channels": shapes["img_in.weight"][1],
+        "num_layers": count(shapes, r"double_blocks\.(\d+)\."),
+        "num_single_layers": count(shapes, r"single_blocks\.(\d+)\."),
+        "attention_head_dim": head,
+        "num_attention_heads": shapes["img_in.weight"][0] // head,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "axes_dims_rope": [head // 8, 7 * head // 16, 7 * head // 16],
+    }

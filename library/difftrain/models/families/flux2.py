@@ -15,9 +15,8 @@ import torch
 
 from difftrain.models import passes
 from difftrain.models.facts import Agree, Bound, Lora, Shift, Sizes, StepShift, Text
-from difftrain.models.families.flux import Flux
+from difftrain.models.families.flux import SHARED_KEYS, Flux, shared_sizes
 from difftrain.models.passes import Tokens
-from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,15 +100,11 @@ class Flux2(Flux):
         size = (x_t.shape[-2], x_t.shape[-1])
         return Tokens(image, text, temb, size, rope=self.rope(net, size, text.shape[1], x_t.device), more=more)
 
-    def rope(self, net: Any, size: tuple[int, int], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and image: (picture, row, column, place in the text), made once a size."""
-        key = (size, length, device)
-        if key not in self._ropes:
-            places = passes.behind_text(torch.nn.functional.pad(passes.grid(*size), (0, 1)), length)
-            places[:length, 3] = torch.arange(length)
-            cos, sin = net.pos_embed(places)
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
+    def places(self, size: tuple[int, int], length: int, images: int) -> Tensor:
+        """Say where tokens of text and images lie, as Flux.1 does, and on a fourth axis the place in the text."""
+        places = torch.nn.functional.pad(super().places(size, length, images), (0, 1))
+        places[:length, 3] = torch.arange(length)
+        return places
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind, each with the modulation of its kind."""
@@ -123,29 +118,22 @@ class Flux2(Flux):
     @classmethod
     def infer(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:  # type: ignore[override]
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
-        head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-        width, channels = shapes["img_in.weight"]
         guided = "guidance_in.in_layer.weight" in shapes
         if guided != cls.guided_file or "double_stream_modulation_img.lin.weight" not in shapes:
             raise KeyError(
                 "guidance_in.in_layer.weight" if cls.guided_file else "double_stream_modulation_img.lin.weight"
             )
-        return {
-            "in_channels": channels,
-            "num_layers": count(shapes, r"double_blocks\.(\d+)\."),
-            "num_single_layers": count(shapes, r"single_blocks\.(\d+)\."),
-            "attention_head_dim": head,
-            "num_attention_heads": width // head,
-            "joint_attention_dim": shapes["txt_in.weight"][1],
+        sizes = shared_sizes(shapes)
+        return sizes | {
             "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1],
-            "mlp_ratio": shapes["double_blocks.0.img_mlp.2.weight"][1] / width,
+            "mlp_ratio": shapes["double_blocks.0.img_mlp.2.weight"][1] / shapes["img_in.weight"][0],
             "guidance_embeds": guided,
-            "axes_dims_rope": [head // 4] * 4,
+            "axes_dims_rope": [sizes["attention_head_dim"] // 4] * 4,
         }
 
-    keys = """
-x_embedder = img_in
-context_embedder = txt_in
+    keys = (
+        SHARED_KEYS
+        + """
 time_guidance_embed.timestep_embedder.linear_1 = time_in.in_layer
 time_guidance_embed.timestep_embedder.linear_2 = time_in.out_layer
 time_guidance_embed.guidance_embedder.linear_1 = guidance_in.in_layer
@@ -153,22 +141,11 @@ time_guidance_embed.guidance_embedder.linear_2 = guidance_in.out_layer
 double_stream_modulation_img.linear = double_stream_modulation_img.lin
 double_stream_modulation_txt.linear = double_stream_modulation_txt.lin
 single_stream_modulation.linear = single_stream_modulation.lin
-norm_out.linear = final_layer.adaLN_modulation.1 halves
-proj_out = final_layer.linear
-transformer_blocks.{}.attn.to_q + transformer_blocks.{}.attn.to_k + transformer_blocks.{}.attn.to_v = double_blocks.{}.img_attn.qkv
-transformer_blocks.{}.attn.add_q_proj + transformer_blocks.{}.attn.add_k_proj + transformer_blocks.{}.attn.add_v_proj = double_blocks.{}.txt_attn.qkv
-transformer_blocks.{}.attn.norm_q = double_blocks.{}.img_attn.norm.query_norm leaf=scale
-transformer_blocks.{}.attn.norm_k = double_blocks.{}.img_attn.norm.key_norm leaf=scale
-transformer_blocks.{}.attn.norm_added_q = double_blocks.{}.txt_attn.norm.query_norm leaf=scale
-transformer_blocks.{}.attn.norm_added_k = double_blocks.{}.txt_attn.norm.key_norm leaf=scale
-transformer_blocks.{}.attn.to_out.0 = double_blocks.{}.img_attn.proj
-transformer_blocks.{}.attn.to_add_out = double_blocks.{}.txt_attn.proj
 transformer_blocks.{}.ff.linear_in = double_blocks.{}.img_mlp.0
 transformer_blocks.{}.ff.linear_out = double_blocks.{}.img_mlp.2
 transformer_blocks.{}.ff_context.linear_in = double_blocks.{}.txt_mlp.0
 transformer_blocks.{}.ff_context.linear_out = double_blocks.{}.txt_mlp.2
 single_transformer_blocks.{}.attn.to_qkv_mlp_proj = single_blocks.{}.linear1
 single_transformer_blocks.{}.attn.to_out = single_blocks.{}.linear2
-single_transformer_blocks.{}.attn.norm_q = single_blocks.{}.norm.query_norm leaf=scale
-single_transformer_blocks.{}.attn.norm_k = single_blocks.{}.norm.key_norm leaf=scale
 """
+    )

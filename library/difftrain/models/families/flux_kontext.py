@@ -33,19 +33,8 @@ class FluxKontext(Flux):
         temb = net.time_text_embed(t, *self._guidance(net, t, conditions), conditions["pooled"])
         text = net.context_embedder(conditions["tokens"])
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        rope = self.rope_of(net, 1 + len(shown), size, text.shape[1], x_t.device)
+        rope = self.rope(net, size, text.shape[1], x_t.device, 1 + len(shown))
         return Tokens(net.x_embedder(images), text, temb, size, rope=rope)
-
-    def rope_of(
-        self, net: Any, images: int, size: tuple[int, int], length: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and images, made as Flux.1's are."""
-        key = (images, size, length, device)
-        if key not in self._ropes:
-            places = torch.cat([passes.grid(*size, first=number) for number in range(images)])
-            cos, sin = net.pos_embed(passes.behind_text(places, length))
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity of the image that is drawn, (B, C, H, W)."""
