@@ -53,7 +53,7 @@ def merged(tiny: Tiny, path: Path, scale: float = 1.0) -> str:
     return merge_adapter(choice, family.row.pipeline, modules_of(tiny), family.folder(family.denoiser))
 
 
-ADAPTED = [name for name in TRAINED if hasattr(getattr(diffusers, FAMILIES[name].pipeline), "load_lora_weights")]
+ADAPTED = [name for name in TRAINED if hasattr(getattr(diffusers, FAMILIES[name].pipeline, None), "load_lora_weights")]
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import Tiny
 
-from difftrain.models.build import build, class_of
+from difftrain.models.build import build, class_of, is_transformers
 
 # what the twenty families of diffusion-pipe need of diffusers, with sizes where a class has none of its own
 _HIDREAM = {
@@ -78,8 +78,8 @@ def test_every_part_has_the_tables_of_a_normal_build(tiny: Tiny) -> None:
         hollow = source.build(part)
         made_from = class_of(tiny.family.parts[part])
         sizes = source.sizes[part]
-        is_ours = tiny.family.parts[part].startswith("diffusers:")
-        normal = made_from(**sizes) if is_ours else made_from(made_from.config_class(**sizes))
+        of_transformers = is_transformers(tiny.family.parts[part])
+        normal = made_from(made_from.config_class(**sizes)) if of_transformers else made_from(**sizes)
         ours, theirs = dict(tables(hollow)), dict(tables(normal))
         assert ours.keys() == theirs.keys()
         assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []

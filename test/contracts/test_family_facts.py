@@ -9,6 +9,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+import diffusers
 import pytest
 from families import FAMILIES, NOT_ON_THE_KIT, ON_KIT, ORACLES, Tiny, config, made, needs_blocks
 
@@ -52,7 +53,9 @@ def test_row_and_class_name_the_same(name: str, tiny: Tiny) -> None:
     assert family.token == row.sizes_multiple.get("tiny", row.multiple)
     if family.blocks:  # else there are no tokens: a network says itself of what sizes are multiples
         assert family.token == family.vae.factor * family.patch
-    assert all(build.class_of(kind) is not None for kind in (*row.parts.values(), f"diffusers:{row.pipeline}"))
+    assert all(build.class_of(kind) is not None for kind in row.parts.values())
+    in_diffusers = hasattr(diffusers, row.pipeline)
+    assert in_diffusers == (row.pipeline_module == "diffusers") == (ORACLES[name].pipeline is None)
 
 
 @pytest.mark.usefixtures("no_positions")

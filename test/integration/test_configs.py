@@ -58,9 +58,10 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
     data = [f"--dataset={place / 'data.toml'}", f"--output.output_dir={out}"]
     folder = name.partition("/")[0]
     if folder in STAND_INS:
-        if FAMILIES[STAND_INS[folder]].control:
-            data[0] = f"--dataset={place / 'pairs.toml'}"
         tables = tomllib.loads((CONFIGS / name).read_text(encoding="utf-8"))
+        row = FAMILIES[STAND_INS[folder]]
+        if row.control and (row.control_least or tables.get("data", {}).get("num_control")):
+            data[0] = f"--dataset={place / 'pairs.toml'}"
         words = [
             *data,
             *COMMON,

@@ -78,7 +78,9 @@ def config(name: str, sections: Mapping[str, Any] | None = None, **model: Any) -
         model = {"t5_max_length": T5_LENGTH} | model
     if name in ORACLES and (length := ORACLES[name].text_length) is not None:
         model = {"llm_max_length": length} | model
-    base = {"training": {"seed": 1}, "optimizer": {"learning_rate": 1e-3}}
+    base: dict[str, dict[str, Any]] = {"training": {"seed": 1}, "optimizer": {"learning_rate": 1e-3}}
+    if name in ORACLES and (shown := ORACLES[name].num_control) is not None:
+        base["data"] = {"num_control": shown}
     given = {"model": {"family": name} | model, **base}
     for section, table in (sections or {}).items():
         given[section] = {**given.get(section, {}), **table}
@@ -174,6 +176,8 @@ def pipeline_of(folder: Path, name: str) -> Any:
     """Load an export into the family's pipeline."""
     import diffusers
 
+    if (own := ORACLES[name].pipeline) is not None:
+        return own(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind, load = getattr(diffusers, FAMILIES[name].pipeline), ORACLES[name].load

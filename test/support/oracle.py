@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Oracle:
     the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
     them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
+    pipeline: loads an export, where diffusers has no pipeline of the family. num_control: references that a sample has,
+    of a model that also learns without.
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
     blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
     shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
@@ -72,6 +75,8 @@ class Oracle:
     shown: Callable[[Any, list[str], int, Conditions], Conditions] | None = None
     load: Callable[..., Any] | None = None
     small: str = ""
+    pipeline: Callable[[Path], Any] | None = None
+    num_control: int | None = None
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

@@ -147,6 +147,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     calm_threads()
     hide_unusable_npu(parsed.config.training.device)
     resolved, source = _of_weights(parsed, argv, source)
+    resolved = _with_references(resolved, len(parsed.words.get("control", ())))
     _refuse_sampler(parsed, resolved)
 
     from difftrain.train.inference.generate import generate
@@ -235,6 +236,17 @@ def _refuse_sampler(parsed: Parsed, resolved: Parsed) -> None:
     names = parsed.words.get("sampler")
     if names and (fault := sampler_fault(names[-1], flow=learns_flow(resolved.config))):
         raise ConfigFault([Fault("--sampler", fault)])
+
+
+def _with_references(resolved: Parsed, given: int) -> Parsed:
+    """Show a model that also draws without references as many as there are; one that always sees some takes its own number."""
+    from difftrain.config.schema.families import row_of
+
+    cfg, row = resolved.config, row_of(resolved.config)
+    if row.control_least or given > row.control:
+        return resolved
+    data = cfg.data.model_copy(update={"num_control": given})
+    return dataclasses.replace(resolved, config=cfg.model_copy(update={"data": data}))
 
 
 def _without(argv: list[str], name: str) -> list[str]:

@@ -84,7 +84,7 @@ def data_text(pictures: Path, references: Path | None = None) -> str:
 def references_of(kind: str, family: str, pictures: Path) -> Path | None:
     """Return the folder of reference images: the tiny data of a family that edits have some."""
     row = FAMILIES.get(family)
-    return pictures / REFERENCE if kind == "tiny" and row is not None and row.control else None
+    return pictures / REFERENCE if kind == "tiny" and row is not None and row.control and row.control_least else None
 
 
 def _files(wish: DemoRequest) -> dict[Path, str | None]:

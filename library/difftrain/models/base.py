@@ -83,6 +83,10 @@ class BaseFamily(Description):
         """Return what training put in the place of dropped texts, shaped as these conditions; None: the encoded empty text."""
         return None
 
+    def without_references(self, shown: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Turn the references of conditions into those of the prediction that guidance starts from: they are in both."""
+        return shown
+
     def size_features(self, size_hw: tuple[int, int], count: int) -> dict[str, Tensor]:
         """Return features of a picture's size that conditions are made of, (B, ...), where a picture is drawn."""
         return {}
@@ -301,7 +305,9 @@ class BaseFamily(Description):
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
         made = "images" if any(task.endswith("to-image") for task in self.row.tasks) else "frames"
-        head = snippet_head(self.row.pipeline, dtype) + (_REFERENCE if self.row.control else "")
+        head = snippet_head(self.row.pipeline, dtype, self.row.pipeline_module) + (
+            _REFERENCE if self.num_control else ""
+        )
         return (
             f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
             f"{head}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
@@ -310,7 +316,7 @@ class BaseFamily(Description):
     @property
     def call(self) -> str:
         """Return the arguments of the pipeline in the page beside an export."""
-        return 'image=reference, prompt="make it red"' if self.row.control else '"a red cat"'
+        return 'image=reference, prompt="make it red"' if self.num_control else '"a red cat"'
 
     # ------------------------------------------------------------------ headers of exports
 
@@ -340,10 +346,10 @@ class BaseFamily(Description):
 _REFERENCE = '\nfrom diffusers.utils import load_image\n\nreference = load_image("reference.png")\n'
 
 
-def snippet_head(pipeline: str, dtype: str) -> str:
+def snippet_head(pipeline: str, dtype: str, module: str = "diffusers") -> str:
     """Return the lines that load a folder: without its dtype, diffusers and transformers choose two that do not go together."""
     return (
-        f"import torch\nfrom diffusers import {pipeline}\n\n"
+        f"import torch\nfrom {module} import {pipeline}\n\n"
         f'pipe = {pipeline}.from_pretrained(".", torch_dtype={dtype})\n'
         'pipe.to(torch.accelerator.current_accelerator() or "cpu")\n'
     )

@@ -71,16 +71,17 @@ _DRAWS = frozenset(("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", 
 
 
 def class_of(kind: str) -> Any:
-    """Import "library:Class"."""
+    """Import "library:Class", where a library may be a module of our own."""
     library, _, name = kind.partition(":")
-    if library == "diffusers":
+    is_network = library != "transformers"  # of diffusers, or ours over its modules
+    if is_network:
         patches.apply("diffusers")
     imported = vars(sys.modules[library]) if library in sys.modules else {}
     if name in imported:  # setting the level of loggers takes longer
         return imported[name]
     with quiet_imports():
         made = getattr(importlib.import_module(library), name)
-    if library == "diffusers":
+    if is_network:
         patches.apply("diffusers")  # what lies in the very module of the class
     return made
 

@@ -215,7 +215,7 @@ class Description:
     @property
     def num_control(self) -> int:
         """Reference images that a sample has."""
-        return max(1, self.cfg.data.num_control) if self.row.control else 0
+        return max(self.row.control_least, self.cfg.data.num_control) if self.row.control else 0
 
     @property
     def token(self) -> int:

@@ -5,6 +5,7 @@ The row of a family (models/registry.py) names its parts; its class holds these 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -116,18 +117,29 @@ class StepShift:
 
 
 @dataclass(frozen=True)
+class AreaShift:
+    """Let s follow the root of the number of image tokens, whatever the number of steps. unit: tokens on a side where s is 1."""
+
+    unit: float
+
+    def __call__(self, tokens: int, steps: int) -> float:
+        """Return mu, the logarithm of s, of a picture of so many tokens."""
+        return math.log(math.sqrt(tokens) / self.unit)
+
+
+@dataclass(frozen=True)
 class Shift:
     """How a sampler shifts the times of a flow, t <- s t / (1 + (s - 1) t), where the weights' folder does not say it.
 
     dynamic: (first, last tokens, low, high mu): s = e^mu with mu linear in the number of image tokens.
-    mu: what it follows in place of that, where the number of steps counts too; the rest of dynamic is what folders say.
+    mu: what it follows in place of that, by (image tokens, steps); the rest of dynamic is what folders say.
     terminal: the last time that is walked to, stretched to it. walks: its pipeline walks from 1 to 1/n; else the
     scheduler chooses its own times.
     """
 
     s: float = 1.0
     dynamic: tuple[int, int, float, float] | None = None
-    mu: StepShift | None = None
+    mu: StepShift | AreaShift | None = None
     terminal: float | None = None
     walks: bool = True
 

@@ -259,8 +259,8 @@ class FamilyDrawer:
                 if without is None
                 else without
             )
-        names = [control_name(number) for number in range(self.references)]
-        return made | {name: conditions[name] for name in names if name in conditions}
+        names = conditions.keys() - made.keys() if self.references else set()
+        return made | self.family.without_references({name: conditions[name] for name in names})
 
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""

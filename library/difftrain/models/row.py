@@ -19,7 +19,8 @@ class FamilyRow:
     """Say of a family what is known without its weights.
 
     title: what people call it; network: what logs and reports call it, by train_type where one has a name of its own.
-    target: "module:Class". pipeline: diffusers' class. parts: name -> "library:Class", the denoiser first (where a folder
+    target: "module:Class". pipeline: its class, and pipeline_module: where that is imported from, which a release's own code is
+    where diffusers has none. parts: name -> "library:Class", the denoiser first (where a folder
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
     order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
     sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports. trains:
@@ -47,6 +48,8 @@ class FamilyRow:
     trains: tuple[str, ...] = ()
     clips: bool = False  # whether data may hold clips
     control: int = 0  # reference images that it is shown, at most; each has the image's own size
+    control_least: int = 1  # of these, where it is shown any: 0 of a model that also draws from captions alone
+    pipeline_module: str = "diffusers"
     told_by: tuple[str, Any] | None = None
     takes: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)

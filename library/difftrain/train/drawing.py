@@ -57,7 +57,8 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
 
 def references_of(cfg: TrainConfig) -> int:
     """Return how many reference images a prompt must name."""
-    return max(1, cfg.data.num_control) if row_of(cfg).control else 0
+    row = row_of(cfg)
+    return max(row.control_least, cfg.data.num_control) if row.control else 0
 
 
 def sampler_of(cfg: TrainConfig) -> str:

@@ -157,13 +157,18 @@ def references(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not row.control:
         return
     about = ("data.num_control",)
-    if not count:
+    if count < row.control_least:
         remedy = "an editing model learns from references; a family without them learns from captions alone"
-        yield Finding(about, f"is 0: {row.title} is trained with reference images", remedy)
+        yield Finding(about, f"is {count}: {row.title} is trained with reference images", remedy)
     elif count > row.control:
         yield Finding(about, f"is {count}: {row.title} is shown at most {row.control}", f"{row.control} or fewer")
 
     # folders, one of each reference or one of all
+    if not count and not row.control_least and any(subset.control_dirs for subset in subsets_of(cfg)):
+        remedy = f"1 to {row.control}; or leave the folders out, to learn from captions alone"
+        yield Finding(
+            ("data.control_dirs", *about), f"names folders of references, {option('data.num_control')} is 0", remedy
+        )
     for dirs in dict.fromkeys(subset.control_dirs for subset in subsets_of(cfg)):
         if len(dirs) not in (0, 1, count):
             what = f"names {len(dirs)} folders, {option('data.num_control')} is {count}"
