@@ -132,9 +132,9 @@ def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
     extra += [f"--llm_max_length={model.llm_max_length}"] if model.llm_max_length else []
     shown: tuple[str, ...] = ()
     if row.control:
-        shown = (str(tmp_path / "reference.png"),)
+        shown = (str(tmp_path / "reference.png"),) * tiny.family.num_control
         Image.new("RGB", (64, 32), (200, 90, 20)).save(shown[0])
-        extra += [f"--control={shown[0]}"]
+        extra += [f"--control={file}" for file in shown]
     assert drawn(*line, "--cfg=2", "--seed=5", f"--output={tmp_path / 'one.png'}", *extra) == 0
     prompt = Prompt("a red cat", width=64, height=32, sample_steps=2, scale=2.0, seed=5, control_image=shown)
     sampler = tiny.family.row.defaults.get("sample.sampler", "ddim")

@@ -359,13 +359,31 @@ FAMILIES: dict[str, FamilyRow] = {
         takes=("model.train_only",),
         defaults={"model.t5_max_length": 512},
     ),
+    "omnigen2": flow_row(
+        title="OmniGen2",
+        network="OmniGen2",
+        target="difftrain.models.families.omnigen2:OmniGen2",
+        pipeline="OmniGen2Pipeline",
+        pipeline_module="omnigen2.pipelines.omnigen2.pipeline_omnigen2",
+        parts={
+            "transformer": "difftrain.models.networks.omnigen2:OmniGen2Transformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:Qwen2_5_VLForConditionalGeneration",
+        },
+        encoders=("llm",),
+        tasks=("text-to-image", "image-to-image"),
+        control=3,
+        control_least=0,
+        takes=("model.train_only", *CONTROL_FIELDS),
+        reasons={"model.clip_skip": "omnigen2 reads the last hidden states of Qwen2.5-VL"},
+    ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
 UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos", "omnigen2",
+    "ltx-video", "hunyuan-video", "cosmos",
     "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ ENGLISH = Language(
         "parameters": "parameters", "at": "image", "flops": "TFLOP an image", "standing": "between steps, GiB",
         "step": "one step, GiB", "total": "total, GiB", "licence": "licence", "see": "see the release",
         "uncounted": "not counted", "forward": "forward pass", "captions": "captions", "keys": "key names",
-        "samples": "samples", "equal": "bit-equal", "pipeline": "the pipeline's", "whole": "a whole file",
+        "samples": "samples", "equal": "bit-equal", "pipeline": "the pipeline's", "equations": "our equations'", "whole": "a whole file",
         "tensors": "{} tensors", "own": "no table", "not": "no", "frames": "{} frames",
     },
 )  # fmt: skip
@@ -65,7 +65,7 @@ CHINESE = Language(
         "parameters": "参数量", "at": "图片", "flops": "每张图 TFLOP", "standing": "步间常驻，GiB",
         "step": "一步，GiB", "total": "合计，GiB", "licence": "许可证", "see": "见发布页",
         "uncounted": "未计算", "forward": "前向", "captions": "描述编码", "keys": "键名",
-        "samples": "采样", "equal": "逐比特一致", "pipeline": "与 pipeline 一致", "whole": "整个文件",
+        "samples": "采样", "equal": "逐比特一致", "pipeline": "与 pipeline 一致", "equations": "与我们的公式一致", "whole": "整个文件",
         "tensors": "{} 个张量", "own": "无对照表", "not": "否", "frames": "{} 帧",
         "text-to-image": "文生图", "text-to-video": "文生视频", "image-to-image": "图像编辑",
     },
@@ -181,12 +181,13 @@ def _compared_cells(language: Language) -> Iterator[tuple[str, ...]]:
             keys = words["tensors"].format(language.comma.join(map(str, tensors)))
         else:
             keys = words["whole" if compared["whole"] else "own"]
+        theirs = words["pipeline" if FAMILIES[name].pipeline_module == "diffusers" else "equations"]
         yield (
             f"`{name}`",
             words["equal" if compared["forward"] else "not"],
-            words["pipeline" if compared["captions"] else "not"],
+            theirs if compared["captions"] else words["not"],
             keys,
-            words["pipeline" if compared["samples"] else "not"],
+            theirs if compared["samples"] else words["not"],
         )
 
 
