@@ -238,14 +238,14 @@ def _refuse_sampler(parsed: Parsed, resolved: Parsed) -> None:
         raise ConfigFault([Fault("--sampler", fault)])
 
 
-def _with_references(resolved: Parsed, given: int) -> Parsed:
+def _with_references(resolved: Parsed, count: int) -> Parsed:
     """Show a model that also draws without references as many as there are; one that always sees some takes its own number."""
     from difftrain.config.schema.families import row_of
 
     cfg, row = resolved.config, row_of(resolved.config)
-    if row.control_least or given > row.control:
+    if row.control_least or count > row.control:
         return resolved
-    data = cfg.data.model_copy(update={"num_control": given})
+    data = cfg.data.model_copy(update={"num_control": count})
     return dataclasses.replace(resolved, config=cfg.model_copy(update={"data": data}))
 
 

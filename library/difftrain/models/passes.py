@@ -167,6 +167,23 @@ def unpack(tokens: Tensor, patch: int, size: Sequence[int]) -> Tensor:
     return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
 
+def packed(is_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Order slots so that what is a token comes first, each in its order. Shapes: is_token (B, S) bool.
+
+    Returns order and back, (B, S): which one stands at a slot, and where it went; and which slots hold tokens. The host
+    waits for no count.
+    """
+    total = is_token.sum(dim=1, keepdim=True)
+    back = torch.where(is_token, is_token.cumsum(dim=1), total + (~is_token).cumsum(dim=1)) - 1
+    slot = torch.arange(back.shape[1], device=back.device).expand_as(back)
+    return torch.zeros_like(back).scatter(1, back, slot), back, slot < total
+
+
+def laid(tokens: Tensor, order: Tensor) -> Tensor:
+    """Lay tokens (B, S, D) in an order (B, S)."""
+    return tokens.gather(1, order.unsqueeze(-1).expand_as(tokens))
+
+
 def grid(height: int, width: int, *, axes: int = 3, first: int = 0) -> Tensor:
     """Say where tokens lie: (h w, axes) fp32 on the host; the last two axes are row and column, the first `first`."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

@@ -94,7 +94,8 @@ def test_a_row_is_sound(name: str) -> None:
     module, _, attribute = row.target.partition(":")
     assert of_family(module) and module.split(".")[3] == name and attribute.isidentifier()
     assert family_titled(row.title) == name and name not in LATER
-    assert all(kind.partition(":")[0] in ("diffusers", "transformers") for kind in row.parts.values())
+    homes = {kind.partition(":")[0] for kind in row.parts.values()}
+    assert homes <= {"diffusers", "transformers", f"difftrain.models.networks.{name}"}
     assert len(row.encoders) == sum(part.startswith("text_encoder") for part in row.parts)
     assert set(row.layouts) <= set(LAYOUTS) and set(row.sizes_multiple) <= set(row.sizes) and row.multiple % 8 == 0
     for path in (*row.takes, *row.reasons):

@@ -18,7 +18,7 @@ from difftrain.contracts import Batch
 from difftrain.device.rotary import tables_of_pairs
 from difftrain.models.facts import Agree, Bound, Lora, Shift, Sizes, Text
 from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid
+from difftrain.models.passes import Tokens, grid, laid
 from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class Lumina2(ModelFamily):
             return replace(tokens, text=block(tokens.text, more["mask"], more["text"].unbind(0)))
         if tokens.member == "noise_refiner":
             return replace(tokens, image=block(tokens.image, None, more["image"].unbind(0), tokens.temb))
-        both = block(_laid(self._joined(tokens), more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
-        text, image = _laid(both, more["back"]).split((tokens.text.shape[1], tokens.image.shape[1]), dim=1)
+        both = block(laid(self._joined(tokens), more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
+        text, image = laid(both, more["back"]).split((tokens.text.shape[1], tokens.image.shape[1]), dim=1)
         return replace(tokens, text=text, image=image)
 
     @staticmethod
@@ -148,8 +148,8 @@ class Lumina2(ModelFamily):
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W): the network says x0 - e, channels lie fastest in a token."""
-        both = net.norm_out(_laid(self._joined(tokens), tokens.more["order"]), tokens.temb)
-        patches = _laid(both, tokens.more["back"])[:, -tokens.image.shape[1] :]
+        both = net.norm_out(laid(self._joined(tokens), tokens.more["order"]), tokens.temb)
+        patches = laid(both, tokens.more["back"])[:, -tokens.image.shape[1] :]
         patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
         return -patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
@@ -207,8 +207,3 @@ norm_out.linear_2 = final_layer.linear
             "@.{}.ffn_norm2 = @.{}.ffn_norm2\n",
         )
     )  # fmt: skip
-
-
-def _laid(tokens: Tensor, order: Tensor) -> Tensor:
-    """Lay tokens (B, S, D) in an order (B, S)."""
-    return tokens.gather(1, order.unsqueeze(-1).expand_as(tokens))

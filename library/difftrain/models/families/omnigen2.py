@@ -20,8 +20,7 @@ from difftrain.contracts import Batch, Parts, control_name
 from difftrain.device.rotary import tables_of_pairs
 from difftrain.models.facts import Agree, AreaShift, Bound, Lora, Shift, Sizes, Text
 from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid
-from difftrain.models.vae.latents import DROPOUT
+from difftrain.models.passes import Tokens, grid, laid, packed
 from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
@@ -86,11 +85,10 @@ class OmniGen2(ModelFamily):
 
     def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return the latents of references, and which samples see theirs: a reference that is dropped is no token."""
-        made = super().references(batch, parts)
+        made, seen = super().references(batch, parts), self.shown(batch)
         if made:
-            count, dropped = len(next(iter(made.values()))), batch.draws.get(DROPOUT)
-            seen = torch.ones(count, dtype=torch.bool) if dropped is None else dropped >= self.cfg.data.control_dropout
-            made[SHOWN] = seen.to(next(iter(made.values())).device)
+            first = next(iter(made.values()))
+            made[SHOWN] = first.new_ones(len(first), dtype=torch.bool) if seen is None else seen.to(first.device)
         return made
 
     def without_references(self, shown: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,46 +126,33 @@ class OmniGen2(ModelFamily):
         order, back: (B, S) which token stands at a slot, and where it went; seen: (B, S); rotary tables of the sequence, of
         text, of image and of references alone, cosines and sines, (2, B, ., D).
         """
-        length, patches, side = mask.shape[1], size[0] * size[1], max(size)
-        behind = references * patches
-        is_token = torch.cat(
-            (mask, shown[:, None].expand(-1, behind), mask.new_ones(len(mask), patches)), dim=1
-        )  # (B, S), one list behind the other
-        total = is_token.sum(dim=1, keepdim=True)
-        back = torch.where(is_token, is_token.cumsum(dim=1), total + (~is_token).cumsum(dim=1)) - 1
-        slot = torch.arange(back.shape[1], device=mask.device).expand_as(back)
-        order = torch.zeros_like(back).scatter(1, back, slot)
+        patches, side = size[0] * size[1], max(size)
+        lengths = (mask.shape[1], references * patches, patches)
+        see = shown[:, None].expand(-1, lengths[1])
+        order, back, seen = packed(torch.cat((mask, see, mask.new_ones(len(mask), patches)), dim=1))
 
         # --- positions: of images as if no text were there, then moved behind the sample's own
-        key = (size, length, references, mask.device)
+        key = (size, lengths, mask.device)
         if key not in self._cells:  # moved once a size
-            of_text = torch.arange(length).view(-1, 1).expand(-1, 3)
+            of_text = torch.arange(lengths[0]).view(-1, 1).expand(-1, 3)
             of_images = [grid(*size, first=number * side) for number in range(references)]
-            cells = torch.cat((of_text, *of_images, grid(*size)))
-            self._cells[key] = cells.to(mask.device, torch.int64)
+            self._cells[key] = torch.cat((of_text, *of_images, grid(*size))).to(mask.device, torch.int64)
         ends = mask.sum(dim=1, keepdim=True)
-        moved = torch.cat(
-            (
-                ends.new_zeros(len(mask), length),
-                ends.expand(-1, behind),
-                (ends + shown[:, None] * references * side).expand(-1, patches),
-            ),
-            dim=1,
-        )
-        lies = self._cells[key] + F.pad(moved.unsqueeze(-1), (0, 2))  # (B, S, 3)
-        apart = self._rotary(net, lies)
-        text, others, image = apart.split((length, behind, patches), dim=2)
+        starts = (torch.zeros_like(ends), ends, ends + shown[:, None] * references * side)
+        moved = torch.cat([start.expand(-1, length) for start, length in zip(starts, lengths, strict=True)], dim=1)
+        apart = self._rotary(net, self._cells[key] + F.pad(moved.unsqueeze(-1), (0, 2)))
+        text, others, image = apart.split(lengths, dim=2)
         joint = apart.gather(2, order[None, :, :, None].expand_as(apart))
-        laid = {
+        places = {
             "order": order,
             "back": back,
             "mask": mask,
-            "seen": slot < total,
+            "seen": seen,
             "joint": joint,
             "text": text,
             "image": image,
         }
-        return laid | ({"references": others} if references else {})
+        return places | ({_REFINER: others} if references else {})
 
     def _rotary(self, net: Any, lies: Tensor) -> Tensor:
         """Look positions (B, S, 3) up in the tables of each axis, real-valued: (2, B, S, D)."""
@@ -188,12 +173,12 @@ class OmniGen2(ModelFamily):
         elif tokens.member == _REFINER:
             if not others.shape[1]:  # none are shown to this batch
                 return tokens
-            others = self._refined(block, others, more["references"], tokens.temb, patches)
+            others = self._refined(block, others, more[_REFINER], tokens.temb, patches)
         else:
             joined = torch.cat((tokens.text, others, image), dim=1)
-            joined = block(_laid(joined, more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
+            joined = block(laid(joined, more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
             lengths = (tokens.text.shape[1], others.shape[1], patches)
-            text, others, image = _laid(joined, more["back"]).split(lengths, dim=1)
+            text, others, image = laid(joined, more["back"]).split(lengths, dim=1)
             tokens = replace(tokens, text=text)
         return replace(tokens, image=torch.cat((image, others), dim=1))
 
@@ -250,8 +235,3 @@ class OmniGen2(ModelFamily):
             "axes_dim_rope": [head // 3] * 3,
             "text_feat_dim": shapes["time_caption_embed.caption_embedder.0.weight"][0],
         }
-
-
-def _laid(tokens: Tensor, order: Tensor) -> Tensor:
-    """Lay tokens (B, S, D) in an order (B, S)."""
-    return tokens.gather(1, order.unsqueeze(-1).expand_as(tokens))
