@@ -32,7 +32,7 @@ from difftrain.models.text.tokenize import Tokenize, mask_name
 from difftrain.models.vae.latents import DROPOUT, control_latents, raw_latents
 from difftrain.models.weights.find import is_released, shipped_sizes, source_of
 from difftrain.models.weights.fingerprints import hashed
-from difftrain.models.weights.folder_export import WRITTEN_BY
+from difftrain.models.weights.folder_export import WRITTEN_BY, snippet_head
 from difftrain.models.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -305,9 +305,7 @@ class BaseFamily(Description):
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
         made = "images" if any(task.endswith("to-image") for task in self.row.tasks) else "frames"
-        head = snippet_head(self.row.pipeline, dtype, self.row.pipeline_module) + (
-            _REFERENCE if self.num_control else ""
-        )
+        head = snippet_head(self.row, dtype, reference=self.num_control > 0)
         return (
             f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
             f"{head}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
@@ -341,18 +339,6 @@ class BaseFamily(Description):
         from difftrain.models.metadata import flow_facts
 
         return flow_facts(self.cfg, self.options)
-
-
-_REFERENCE = '\nfrom diffusers.utils import load_image\n\nreference = load_image("reference.png")\n'
-
-
-def snippet_head(pipeline: str, dtype: str, module: str = "diffusers") -> str:
-    """Return the lines that load a folder: without its dtype, diffusers and transformers choose two that do not go together."""
-    return (
-        f"import torch\nfrom {module} import {pipeline}\n\n"
-        f'pipe = {pipeline}.from_pretrained(".", torch_dtype={dtype})\n'
-        'pipe.to(torch.accelerator.current_accelerator() or "cpu")\n'
-    )
 
 
 # --- What a configuration trains of a model: what it asks and the model has not, and what stays frozen

@@ -14,8 +14,23 @@ from difftrain.io.files import aside_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from difftrain.models.row import FamilyRow
+
 CARD = "README.md"  # beside an export: how to draw with it
 WRITTEN_BY = "Written by difftrain"  # in each such page: another page of that name is the user's own
+_REFERENCE = '\nfrom diffusers.utils import load_image\n\nreference = load_image("reference.png")\n'
+
+
+def snippet_head(row: FamilyRow, dtype: str, *, reference: bool = False) -> str:
+    """Return the lines that load a folder: without its dtype, diffusers and transformers choose two that do not go together.
+
+    reference: an image is read, too, for the call behind them.
+    """
+    return (
+        f"import torch\nfrom {row.pipeline_module} import {row.pipeline}\n\n"
+        f'pipe = {row.pipeline}.from_pretrained(".", torch_dtype={dtype})\n'
+        'pipe.to(torch.accelerator.current_accelerator() or "cpu")\n'
+    ) + (_REFERENCE if reference else "")
 
 
 @contextmanager

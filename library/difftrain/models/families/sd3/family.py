@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
-from difftrain.models.base import snippet_head
 from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
 from difftrain.models.families.sd3 import original_layout
 from difftrain.models.families.sd3.text_branch import BranchSource, folded
@@ -25,7 +24,7 @@ from difftrain.models.passes import Tokens
 from difftrain.models.text.tokenize import Tokenize
 from difftrain.models.weights.files import read_json
 from difftrain.models.weights.find import parts_elsewhere, shipped_sizes, source_of
-from difftrain.models.weights.folder_export import WRITTEN_BY
+from difftrain.models.weights.folder_export import WRITTEN_BY, snippet_head
 from difftrain.models.weights.keys import Rule, table_rule
 from difftrain.models.weights.part_files import FACTS, PartFiles
 
@@ -333,7 +332,7 @@ class SD3Family(ModelFamily):
 
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
-        return card(self.facts(), snippet_head(self.row.pipeline, dtype))
+        return card(self.facts(), snippet_head(self.row, dtype))
 
     @property
     def modelspec(self) -> str:  # type: ignore[override]
