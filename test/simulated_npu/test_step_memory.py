@@ -21,6 +21,8 @@ OFF = {
     "flux2_klein": "19 % low, as Flux.2",
     "hidream": "17 % low: there all experts run over all tokens, in place of a grouped product",
     "qwen_image": "17 % low: every block keeps a mask of all pairs of tokens for the fused attention, a byte each",
+    "qwen_image_edit": "17 % low, as Qwen-Image",
+    "qwen_image_edit_plus": "17 % low, as Qwen-Image",
 }
 NAMES = [
     pytest.param(name, marks=pytest.mark.xfail(reason=OFF[name], strict=True) if name in OFF else ())

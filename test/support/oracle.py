@@ -56,7 +56,7 @@ class Oracle:
     pipeline: loads an export, where diffusers has no pipeline of the family. num_control: references that a sample has,
     of a model that also learns without.
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
-    blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own.
+    blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own, or takes long.
     shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
     load: (class of the pipeline, folder, options) -> the pipeline, where it cannot be loaded as it is; small: what the call in an
     export's page needs for a picture of 64 x 64 px.

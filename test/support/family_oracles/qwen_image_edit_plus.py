@@ -24,5 +24,6 @@ ORACLE = Oracle(
     qwen_image_edit.forward,
     shown=functools.partial(qwen_image_edit.shown, area=384 * 384),
     load=load,
+    text_length=qwen_image_edit.LENGTH,
     drawn=qwen_image_edit.drawn([FIRST, SECOND], kinds=({"data": {"num_control": 2}},)),
 )

@@ -171,7 +171,8 @@ class Sight:
         size_hw = (images[0].shape[-2], images[0].shape[-1])
         height, width = self.sizes(size_hw)[1]
         rows = self.rows(size_hw)
-        patches = torch.cat([self.patches(one) for one in images], dim=1)
+        made = [self.patches(one) for one in images]
+        patches = made[0] if len(made) == 1 else torch.cat(made, dim=1)
         if kept is not None:
             patches = patches * kept.to(patches).view(-1, 1, 1)
         ids, mask = (self.widened(tokens, rows, marks=marks) for tokens in (ids, mask))
