@@ -62,11 +62,11 @@ class BaseFamily(Description):
         raise NotImplementedError
 
     def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Turn what the text encoders made (hidden_1, pooled_2, ...) into what the denoiser takes, fp32.
-
-        batch: None where a picture is drawn.
+        """Turn what the text encoders made (hidden_1, pooled_2, ...) into what the denoiser takes, fp32: of one encoder tokens
+        (B, L, J), and mask (B, L) where it is given which are a caption's. batch: None where a picture is drawn.
         """
-        return made
+        masks = {"mask": made[mask_name(self.texts, 1)]} if self.texts[0].passes_mask else {}
+        return {"tokens": made["hidden_1"], **masks}
 
     def guided(self, conditions: dict[str, Tensor], guidance: float | None) -> dict[str, Tensor]:
         """Add the guidance that a distilled model is told while it draws; others are told none."""

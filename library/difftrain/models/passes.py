@@ -155,6 +155,18 @@ def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Token
 # ------------------------------------------------------------------ latents as tokens
 
 
+def pack_channels_last(x: Tensor, patch: int) -> Tensor:
+    """Lay patch x patch latent pixels into a token, channels fastest. Shapes: (B, C, h p, w p) -> (B, h w, p p C)."""
+    x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, p, w, p)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpack_channels_last(tokens: Tensor, patch: int, size: Sequence[int]) -> Tensor:
+    """Undo pack_channels_last. size: (h, w) in tokens. Shapes: (B, h w, p p C) -> (B, C, h p, w p)."""
+    x = tokens.unflatten(2, (patch, patch, -1)).unflatten(1, tuple(size))  # (B, h, w, p, p, C)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
 def pack(x: Tensor, patch: int) -> Tensor:
     """Lay patch x patch latent pixels into a token, channels slowest. Shapes: (B, C, h p, w p) -> (B, h w, C p p)."""
     x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, p, w, p)

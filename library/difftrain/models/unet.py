@@ -231,6 +231,10 @@ class OneEncoderFamily(UNetFamily):
         """Return which state is read: the norm stands behind any of them, and the output is the last one's."""
         return "last" if self.clip_skip == 1 else -self.clip_skip
 
+    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
+        """Return the states of the text encoder, or the ids for one that is trained."""
+        return made
+
     def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the states of the text encoder, and nothing beside them."""
         return conditions["hidden_1"], None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch
+from difftrain.models import passes
 from difftrain.models.facts import Agree, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
-from difftrain.models.weights.infer import count
+from difftrain.models.weights.infer import count, heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +40,6 @@ class AuraFlow(ModelFamily):
         Agree("transformer.patch_size", lambda s: 2, "a token is 2x2 latent pixels"),
     )
 
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J), zeros behind a caption's end."""
-        return {"tokens": made["hidden_1"]}
-
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, 8 + L, D), temb (B, D)."""
         image = net.pos_embed(x_t)
@@ -64,10 +60,9 @@ class AuraFlow(ModelFamily):
         return replace(tokens, text=text, image=image)
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
-        """Return the velocity, (B, C, H, W): channels lie fastest in a token."""
+        """Return the velocity, (B, C, H, W)."""
         patches = net.proj_out(net.norm_out(tokens.image, tokens.temb))
-        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
-        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return passes.unpack_channels_last(patches, self.patch, tokens.size)
 
     def largest_side(self) -> int:
         """Return the longest side in pixels that there are positions for."""
@@ -83,8 +78,7 @@ class AuraFlow(ModelFamily):
             "out_channels": shapes["final_linear.weight"][0] // 4,
             "num_mmdit_layers": count(shapes, r"double_layers\.(\d+)\."),
             "num_single_dit_layers": count(shapes, r"single_layers\.(\d+)\."),
-            "attention_head_dim": min(width, _HEAD),
-            "num_attention_heads": max(1, width // _HEAD),
+            **heads(width, _HEAD),
             "joint_attention_dim": shapes["cond_seq_linear.weight"][1],
             "caption_projection_dim": width,
             "pos_embed_max_size": shapes["positional_encoding"][1],

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch
 from difftrain.models.facts import Agree, Lora, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
@@ -54,10 +53,6 @@ class CosmosPredict2(ModelFamily):
     def __init__(self, cfg: TrainConfig) -> None:
         super().__init__(cfg)
         self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J), zeros behind a caption's end: blocks see them, no mask tells them apart."""
-        return {"tokens": made["hidden_1"]}
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, J), temb (B, 3 D).

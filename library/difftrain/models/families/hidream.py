@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.models import passes
 from difftrain.models.facts import Agree, Bound, Lora, Shift, Sizes, Text
 from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid
+from difftrain.models.passes import Tokens
 from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class HiDream(ModelFamily):
         key = (size, length, rows, image.device, image.dtype)
         if key not in self._places:
             own, filled = size[0] * size[1], image.shape[1]
-            ids = torch.cat((grid(*size), torch.zeros(filled - own + length, 3)))
+            ids = torch.cat((passes.grid(*size), torch.zeros(filled - own + length, 3)))
             table = net.pe_embedder(ids[None]).to(image.device)
             keys = torch.ones(1, filled + length, device=image.device, dtype=image.dtype)
             keys[:, own:filled] = 0
@@ -157,8 +158,7 @@ class HiDream(ModelFamily):
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W)."""
         patches = net.final_layer(tokens.image, tokens.temb[:, -1])[:, : tokens.size[0] * tokens.size[1]]
-        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
-        return -patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return -passes.unpack_channels_last(patches, self.patch, tokens.size)
 
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from difftrain.contracts import Batch
 from difftrain.device.rotary import tables_of_pairs
+from difftrain.models import passes
 from difftrain.models.facts import Agree, Bound, Lora, Shift, Sizes, Text
 from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid, laid
+from difftrain.models.passes import Tokens, laid
 from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
@@ -73,18 +73,13 @@ class Lumina2(ModelFamily):
         self._tables: dict[Any, list[Tensor]] = {}
         self._cells: dict[Any, Tensor] = {}
 
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
-        return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
-
     # ------------------------------------------------------------------ the pass
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""
         temb, text = net.time_caption_embed(x_t, 1.0 - t / 1000.0, conditions["tokens"])
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        patches = x_t.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (B, C, h, p, w, p)
-        image = net.x_embedder(patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2))
+        image = net.x_embedder(passes.pack_channels_last(x_t, self.patch))
         mask = conditions.get("mask")
         mask = text.new_ones(text.shape[:2], dtype=torch.bool) if mask is None else mask
         return Tokens(image, text, temb, size, more=self._places(net, mask, size))
@@ -105,7 +100,7 @@ class Lumina2(ModelFamily):
         # --- positions: a caption's tokens one behind the other; all of the image at the caption's end, in rows and columns
         key = (size, length, mask.device)
         if key not in self._cells:  # moved once a size
-            self._cells[key] = F.pad(grid(*size), (0, 0, length, 0)).to(mask.device, torch.int64)
+            self._cells[key] = F.pad(passes.grid(*size), (0, 0, length, 0)).to(mask.device, torch.int64)
         lies = self._cells[key].expand(len(mask), -1, -1)
         first = torch.where(slot < length, torch.minimum(slot, ends), ends)
         lies = torch.cat((first.unsqueeze(-1), lies[..., 1:]), dim=-1)  # (B, L + N, 3)
@@ -113,14 +108,8 @@ class Lumina2(ModelFamily):
         joint = apart.gather(2, order[None, :, :, None].expand_as(apart))
         text, image = apart.split((length, patches), dim=2)
         return {
-            "order": order,
-            "back": back,
-            "mask": mask,
-            "seen": ~is_padding,
-            "joint": joint,
-            "text": text,
-            "image": image,
-        }
+            "order": order, "back": back, "mask": mask, "seen": ~is_padding, "joint": joint, "text": text, "image": image,
+        }  # fmt: skip
 
     def _rotary(self, net: Any, lies: Tensor) -> Tensor:
         """Look positions (B, S, 3) up in the tables of each axis, real-valued: (2, B, S, D)."""
@@ -150,8 +139,7 @@ class Lumina2(ModelFamily):
         """Return the velocity, (B, C, H, W): the network says x0 - e, channels lie fastest in a token."""
         both = net.norm_out(laid(self._joined(tokens), tokens.more["order"]), tokens.temb)
         patches = laid(both, tokens.more["back"])[:, -tokens.image.shape[1] :]
-        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
-        return -patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return -passes.unpack_channels_last(patches, self.patch, tokens.size)
 
     def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor:
         """Guide, and keep the length of every row of what is predicted with text, as the pipeline does."""
@@ -195,15 +183,13 @@ norm_out.linear_2 = final_layer.linear
         for line in (
             "@.{}.attn.to_q + @.{}.attn.to_k + @.{}.attn.to_v = @.{}.attention.qkv\n",
             "@.{}.attn.to_out.0 = @.{}.attention.out\n",
-            "@.{}.attn.norm_q = @.{}.attention.q_norm\n",
-            "@.{}.attn.norm_k = @.{}.attention.k_norm\n",
+            "@.{}.attn.norm_q = @.{}.attention.q_norm\n@.{}.attn.norm_k = @.{}.attention.k_norm\n",
             "@.{}.feed_forward.linear_1 = @.{}.feed_forward.w1\n",
             "@.{}.feed_forward.linear_2 = @.{}.feed_forward.w2\n",
             "@.{}.feed_forward.linear_3 = @.{}.feed_forward.w3\n",
             "@.{}.norm1 = @.{}.attention_norm1\n" if member == "context_refiner" else "@.{}.norm1.norm = @.{}.attention_norm1\n",
             "@.{}.norm1.linear = @.{}.adaLN_modulation.1\n",
             "@.{}.norm2 = @.{}.attention_norm2\n",
-            "@.{}.ffn_norm1 = @.{}.ffn_norm1\n",
-            "@.{}.ffn_norm2 = @.{}.ffn_norm2\n",
+            "@.{}.ffn_norm1 = @.{}.ffn_norm1\n@.{}.ffn_norm2 = @.{}.ffn_norm2\n",
         )
     )  # fmt: skip

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch
 from difftrain.device.fused_layers import real_tables
 from difftrain.models import passes
 from difftrain.models.facts import Agree, Lora, Shift, Text
@@ -66,10 +65,6 @@ class QwenImage(ModelFamily):
     def __init__(self, cfg: TrainConfig) -> None:
         super().__init__(cfg)
         self._ropes: dict[Any, tuple[RealTables, ...]] = {}
-
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
-        return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, 1, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from difftrain.contracts import Batch
 from difftrain.models.facts import Agree, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
-from difftrain.models.weights.infer import count
+from difftrain.models.weights.infer import count, heads
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +44,6 @@ class Wan(ModelFamily):
     def __init__(self, cfg: TrainConfig) -> None:
         super().__init__(cfg)
         self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J), zeros behind a caption's end: blocks see them, no mask tells them apart."""
-        return {"tokens": made["hidden_1"]}
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) or (B, F) in 0..1000 -> image (B, N, D), text (B, L, D), temb
@@ -92,8 +87,7 @@ class Wan(ModelFamily):
         width, channels, *patch = shapes["patch_embedding.weight"]
         sizes = {
             "patch_size": patch,
-            "num_attention_heads": max(1, width // _HEAD),
-            "attention_head_dim": min(width, _HEAD),
+            **heads(width, _HEAD),
             "in_channels": channels,
             "out_channels": shapes["head.head.weight"][0] // (patch[0] * patch[1] * patch[2]),
             "text_dim": shapes["text_embedding.0.weight"][1],

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from difftrain.contracts import Batch
 from difftrain.device.fused_layers import real_tables
 from difftrain.models import passes
 from difftrain.models.facts import Agree, Lora, Shift, Text
@@ -78,19 +77,13 @@ class ZImage(ModelFamily):
         Agree("transformer.cap_feat_dim", lambda s: s["text_encoder"]["hidden_size"], "text_encoder's hidden_size"),
         Agree("transformer.all_patch_size", lambda s: [2], "a token is 2x2 latent pixels"),
         Agree("transformer.all_f_patch_size", lambda s: [1], "of one frame"),
-        Agree(
-            "transformer.dim", lambda s: s["transformer"]["n_heads"] * sum(s["transformer"]["axes_dims"]),
-            "n_heads times axes_dims in all",
-        ),
+        Agree("transformer.dim", lambda s: s["transformer"]["n_heads"] * sum(s["transformer"]["axes_dims"]),
+              "n_heads times axes_dims in all"),
     )  # fmt: skip
 
     def __init__(self, cfg: TrainConfig) -> None:
         super().__init__(cfg)
         self._positions: dict[Any, _Positions] = {}
-
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
-        return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
 
     def largest_side(self) -> int:
         """Return the longest side in pixels that there are positions for."""
@@ -104,9 +97,8 @@ class ZImage(ModelFamily):
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
         temb = net.t_embedder((1000.0 - t) / 1000.0 * net.t_scale).type_as(x_t)
 
-        # --- image: channels lie fastest in a token
-        patches = x_t.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch)).permute(0, 2, 4, 3, 5, 1)
-        patches = patches.flatten(3).flatten(1, 2)
+        # --- image
+        patches = passes.pack_channels_last(x_t, self.patch)
         image = net.all_x_embedder[_EMBEDDER](_filled(patches))
         beyond = torch.arange(image.shape[1], device=x_t.device) >= patches.shape[1]
         image = torch.where(beyond[:, None], net.x_pad_token, image)
@@ -167,8 +159,7 @@ class ZImage(ModelFamily):
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W)."""
         patches = net.all_final_layer[_EMBEDDER](tokens.image, c=tokens.temb)[:, : tokens.size[0] * tokens.size[1]]
-        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
-        return -patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return -passes.unpack_channels_last(patches, self.patch, tokens.size)
 
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

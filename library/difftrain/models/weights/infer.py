@@ -20,6 +20,11 @@ def count(shapes: Shapes, pattern: str) -> int:
     return 1 + max(numbers)
 
 
+def heads(width: int, usual: int) -> dict[str, int]:
+    """Return heads of the width that those of releases have; a narrower network has one."""
+    return {"num_attention_heads": max(1, width // usual), "attention_head_dim": min(width, usual)}
+
+
 def clip(shapes: Shapes) -> dict[str, Any]:
     """Read a CLIP text encoder's sizes off its tensors."""
     prefix = "text_model." if any(key.startswith("text_model.") for key in shapes) else ""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
+from difftrain.models import passes
 from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
 from difftrain.models.families.sd3 import original_layout
 from difftrain.models.families.sd3.text_branch import BranchSource, folded
@@ -146,9 +147,8 @@ class SD3Family(ModelFamily):
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W)."""
-        patches, p = net.proj_out(net.norm_out(tokens.image, tokens.temb)), net.config.patch_size
-        patches = patches.unflatten(1, tokens.size).unflatten(-1, (p, p, -1))
-        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        patches = net.proj_out(net.norm_out(tokens.image, tokens.temb))
+        return passes.unpack_channels_last(patches, net.config.patch_size, tokens.size)
 
     # ------------------------------------------------------------------ texts, dropped one by one
 
