@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import NEGATIVE, PROMPT, Conditions, Drawn, Oracle, ldm, ldm_clip, open_clip
+from family_oracles.sd1 import options
+from oracle import Conditions, Drawn, Oracle, ldm, ldm_clip, open_clip
 
 
 def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:
@@ -29,10 +30,6 @@ def size_conditions(pipe: Any, features: Conditions) -> Conditions:
     width = pipe.text_encoder_2.config.projection_dim
     rows = [pipe._get_add_time_ids(*map(tuple, each), torch.float32, width) for each in zip(*named, strict=True)]
     return {"time_ids": torch.cat(rows)}
-
-
-def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-    return {"prompt": PROMPT, "negative_prompt": NEGATIVE if negative else None, "guidance_scale": scale}
 
 
 ORACLE = Oracle(
