@@ -20,7 +20,7 @@ from difftrain.contracts import Batch, Parts, control_name
 from difftrain.device.rotary import tables_of_pairs
 from difftrain.models.facts import Agree, AreaShift, Bound, Lora, Shift, Sizes, Text
 from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid, laid, packed
+from difftrain.models.passes import Tokens, grid, laid, pack_channels_last, packed, unpack_channels_last
 from difftrain.models.weights.infer import count
 
 if TYPE_CHECKING:
@@ -79,10 +79,6 @@ class OmniGen2(ModelFamily):
         self._tables: dict[Any, list[Tensor]] = {}
         self._cells: dict[Any, Tensor] = {}
 
-    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
-        return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
-
     def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return the latents of references, and which samples see theirs: a reference that is dropped is no token."""
         made, seen = super().references(batch, parts), self.shown(batch)
@@ -101,10 +97,10 @@ class OmniGen2(ModelFamily):
         """Make tokens. Shapes: x_t and each of R references (B, C, H, W), t (B,) in 0..1000 -> image ((1 + R) N, D)."""
         temb, text = net.time_caption_embed(x_t, 1.0 - t / 1000.0, conditions["tokens"])
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        images = [net.x_embedder(self._patches(x_t))]
+        images = [net.x_embedder(pack_channels_last(x_t, self.patch))]
         for number in range(self.num_control):
             if (shown := conditions.get(control_name(number))) is not None:
-                tokens = net.ref_image_patch_embedder(self._patches(shown))
+                tokens = net.ref_image_patch_embedder(pack_channels_last(shown, self.patch))
                 images.append(tokens + net.image_index_embedding[number])
         mask, shown = conditions.get("mask"), conditions.get(SHOWN)
         mask = text.new_ones(text.shape[:2], dtype=torch.bool) if mask is None else mask
@@ -112,11 +108,6 @@ class OmniGen2(ModelFamily):
         return Tokens(
             torch.cat(images, dim=1), text, temb, size, more=self._places(net, mask, shown, size, len(images) - 1)
         )
-
-    def _patches(self, x: Tensor) -> Tensor:
-        """Lay latents out as tokens, channels fastest. Shapes: (B, C, h p, w p) -> (B, h w, p p C)."""
-        x = x.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (B, C, h, p, w, p)
-        return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
     def _places(
         self, net: Any, mask: Tensor, shown: Tensor, size: tuple[int, int], references: int
@@ -196,8 +187,7 @@ class OmniGen2(ModelFamily):
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W): the network says x0 - e, channels lie fastest in a token."""
         patches = net.norm_out(tokens.image[:, : tokens.size[0] * tokens.size[1]], tokens.temb)
-        patches = patches.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, tokens.size)  # (B, h, w, p, p, C)
-        return -patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return -unpack_channels_last(patches, self.patch, tokens.size)
 
     # ------------------------------------------------------------------ files and bounds
 
