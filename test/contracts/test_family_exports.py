@@ -233,6 +233,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2_5_VLForConditionalGeneration": (_QWEN, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3Model": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3ForCausalLM": (_QWEN3, "lm_head.weight"),
+    "LlamaForCausalLM": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Mistral3ForConditionalGeneration": (_MISTRAL3, "language_model.model.layers.0.self_attn.q_proj.weight"),
     "Gemma2Model": (_QWEN3, "layers.0.self_attn.q_proj.weight"),
 }

@@ -14,6 +14,7 @@ import torch
 from doors import Door
 from families import config, exported, loaded
 from PIL import Image
+from refusals import names
 from safetensors.torch import load_file, save_file
 
 from difftrain.cli import main
@@ -140,6 +141,13 @@ def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
     sampler = tiny.family.row.defaults.get("sample.sampler", "ddim")
     ours = draw_pictures(tiny.family.drawer(tiny.parts), [prompt], sampler=sampler, seed=None)[0].image
     assert np.abs(np.asarray(ours).astype(int) - pixels(tmp_path / "one.png")).max() <= 1
+
+
+def test_more_references_than_a_model_takes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = exported(loaded(config("omnigen2")), tmp_path / "folder")
+    shown = [f"--control={tmp_path / f'{number}.png'}" for number in range(4)]
+    line = f"--weights={folder}", "--prompt=a", f"--output={tmp_path / 'x.png'}"
+    assert names(refused(capsys, *line, *shown), "--control", 4, 3)
 
 
 def test_a_single_file_says_its_family_and_what_it_predicts(tmp_path: Path) -> None:

@@ -239,12 +239,18 @@ def _refuse_sampler(parsed: Parsed, resolved: Parsed) -> None:
 
 
 def _with_references(resolved: Parsed, count: int) -> Parsed:
-    """Show a model that also draws without references as many as there are; one that always sees some takes its own number."""
+    """Show a model that also draws without references as many as are named; others, and runs, have a number of their own.
+
+    Raises ConfigFault where there are more than it takes.
+    """
     from difftrain.config.schema.families import row_of
 
     cfg, row = resolved.config, row_of(resolved.config)
-    if row.control_least or count > row.control:
+    if row.control_least or not row.control or not count:
         return resolved
+    if count > row.control:
+        what = f"names {count} images: {row.title} is shown at most {row.control}"
+        raise ConfigFault([Fault("--control", what, f"{row.control} or fewer")])
     data = cfg.data.model_copy(update={"num_control": count})
     return dataclasses.replace(resolved, config=cfg.model_copy(update={"data": data}))
 
