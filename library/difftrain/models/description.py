@@ -22,7 +22,6 @@ from difftrain.contracts import (
     FeatureSpec,
     Parts,
 )
-from difftrain.io.files import read_json_object
 from difftrain.models import build as known
 from difftrain.models import routing
 from difftrain.models.build import possible
@@ -31,7 +30,7 @@ from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES
 from difftrain.models.row import FamilyRow
 from difftrain.models.text.encode import features_of
-from difftrain.models.text.see import IMAGE, PROCESSOR, Sight
+from difftrain.models.text.see import IMAGE, Sight, processor_of
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
 from difftrain.models.vae.latents import DROPOUT, MOMENTS, Latents
 from difftrain.models.weights import keys
@@ -255,12 +254,12 @@ class Description:
 
     def _sight(self, text: Text) -> Sight:
         root = Path(self.cfg.model.pretrained).expanduser() if self.cfg.model.pretrained else None
-        file = root / self.processor / PROCESSOR if root is not None else None
-        stored = read_json_object(file) if file is not None else None
+        folder = root / self.processor if root is not None else None
+        stored = processor_of(folder) if folder is not None else {}
         try:
-            return Sight.of(text.area, self.num_control, self.source.complete(text.part), stored or {})
+            return Sight.of(text.area, self.num_control, self.source.complete(text.part), stored)
         except ValueError as error:
-            raise ConfigFault([Fault(str(file), str(error))]) from None
+            raise ConfigFault([Fault(str(folder), str(error))]) from None
 
     def sight_faults(self) -> list[Fault]:
         """Find what does not go with encoders that see reference images."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from families import config, made
 from PIL import Image
 
 from difftrain.contracts import Bucket, ConfigFault
-from difftrain.models.text.see import IMAGE, Sight
+from difftrain.models.text.see import IMAGE, Sight, processor_of
 
 REAL = Sight(1024 * 1024, 1, 151655)  # as released
 SMALL = Sight(384 * 384, 2, 5, patch=7, merge=3, frames=2, fewest=3000, most=40_000)
@@ -93,6 +96,16 @@ def test_sizes_that_do_not_go_with_what_lies_beside_them_are_named() -> None:
         Sight.of(1, 1, sizes, {**told, "patch_size": 16})
     assert Sight.of(1, 1, sizes, {"size": {"longest_edge": 99}}).most == 99
     assert np.allclose(Sight.of(1, 1, sizes, {}).mean, REAL.mean)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_folder_says_of_images_is_read_from_either_file(nested: bool, tmp_path: Path) -> None:
+    told: dict[str, Any] = REAL.stored() | {"max_pixels": 98_000}
+    name = "processor_config.json" if nested else "preprocessor_config.json"
+    (tmp_path / name).write_text(json.dumps({"image_processor": told} if nested else told))
+    assert processor_of(tmp_path)["max_pixels"] == 98_000 and processor_of(tmp_path / "nowhere") == {}
+    (tmp_path / name).write_text("[]")
+    assert processor_of(tmp_path) == {}
 
 
 def test_what_an_encoder_that_sees_does_not_go_with_is_named() -> None:

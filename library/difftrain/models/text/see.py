@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from difftrain.contracts import Bucket
+from difftrain.io.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +27,13 @@ _LONGEST = 200  # times as long as wide: more is not read
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 PROCESSOR = "preprocessor_config.json"
 IMAGE = "<|image_pad|>"  # the token that stands for one
+
+
+def processor_of(folder: Path) -> Mapping[str, Any]:
+    """Return what a folder says of images: a file of its own, or since transformers 5 a section of the processor's; none: nothing."""
+    both = read_json_object(folder / "processor_config.json") or {}
+    stored = read_json_object(folder / PROCESSOR) or both.get("image_processor")
+    return stored if isinstance(stored, dict) else {}
 
 
 @dataclass(frozen=True)
