@@ -22,13 +22,14 @@ from difftrain.contracts import DataFault
 
 
 class DemoPicture(NamedTuple):
-    """One sample: the bytes of an image file, its suffix, its caption, its size."""
+    """One sample: the bytes of an image file, its suffix, its caption, its size, and what it is edited from."""
 
     content: bytes
     suffix: str
     caption: str
     width: int
     height: int
+    reference: DemoPicture | None = None
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -54,6 +55,8 @@ def write(folder: Path, pictures: Iterable[DemoPicture], *, shard_size: int = 10
                     "height": picture.height,
                 }
                 _add(tar, f"{key}.{picture.suffix}", picture.content)
+                if picture.reference:
+                    _add(tar, f"{key}.reference.{picture.reference.suffix}", picture.reference.content)
                 _add(tar, f"{key}.txt", picture.caption.encode())
                 _add(tar, f"{key}.json", json.dumps(facts).encode())
         stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
@@ -220,21 +223,33 @@ def emoji_pictures(folder: Path) -> Iterator[DemoPicture]:
 
     The files keep their alpha channel: the reader composites it, as it does for any picture.
     """
+    yield from emoji_by_code(folder).values()
+
+
+def emoji_by_code(folder: Path) -> dict[str, DemoPicture]:
+    """Return these emoji by their hex codes, in their order."""
     captions = _captions(fetch(LABELS, folder))
-    yield from _joined(folder, captions, lambda name: not _SKIN_TONE.search(name))
+    return _joined(folder, captions, lambda name: not _SKIN_TONE.search(name))
 
 
-def _joined(folder: Path, captions: dict[str, str], needed: Callable[[str], bool]) -> Iterator[DemoPicture]:
-    with tarfile.open(fetch(PICTURES, folder)) as tar:
+def _joined(folder: Path, captions: dict[str, str], needed: Callable[[str], bool]) -> dict[str, DemoPicture]:
+    contents = contents_of(fetch(PICTURES, folder), lambda path: path.suffix == ".webp" and needed(path.stem))
+    made = {}
+    for code in sorted(contents.keys() & captions.keys()):
+        width, height = Image.open(io.BytesIO(contents[code]), formats=("WEBP",)).size
+        made[code] = DemoPicture(contents[code], "webp", captions[code], width, height)
+    return made
+
+
+def contents_of(package: Path, needed: Callable[[Path], bool]) -> dict[str, bytes]:
+    """Read the images of a package whose paths are asked for, by the hex codes that they are called after."""
+    with tarfile.open(package) as tar:
         members: dict[str, tarfile.TarInfo] = {}
         for member in tar.getmembers():
             path = Path(member.name)
-            if path.suffix == ".webp" and needed(path.stem):
+            if needed(path):
                 members.setdefault(_hex_code(path.stem), member)
-        contents = {code: _content(tar, members[code]) for code in members if code in captions}  # in the tar's order
-    for code in sorted(contents):
-        width, height = Image.open(io.BytesIO(contents[code]), formats=("WEBP",)).size
-        yield DemoPicture(contents[code], "webp", captions[code], width, height)
+        return {code: _content(tar, member) for code, member in members.items()}  # in the tar's order
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -249,4 +264,4 @@ def toned(folder: Path) -> Iterator[DemoPicture]:
     So captions are made of parts that recur: "woman firefighter: dark skin tone".
     """
     captions = _captions(fetch(LABELS, folder), tones=True)
-    yield from _joined(folder, captions, lambda name: True)
+    yield from _joined(folder, captions, lambda name: True).values()

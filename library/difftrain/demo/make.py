@@ -22,10 +22,16 @@ from difftrain.config.paths import PendingFiles
 from difftrain.demo.recipe import GLOBAL_BATCH, SIDE, DemoPlan, cache_root, ema_decay
 from difftrain.models.registry import FAMILIES
 
-MODEL, TRAIN, UNSEEN, REFERENCE = "model", "train", "unseen", "reference"
-KINDS = ("tiny", "shapes", "emoji")
+MODEL, TRAIN, UNSEEN, MISMATCHED, REFERENCE = "model", "train", "unseen", "mismatched", "reference"
+SETS = {  # the data sets of each kind, what is trained on first
+    "tiny": (TRAIN,),
+    "shapes": (TRAIN, UNSEEN),
+    "emoji": (TRAIN, UNSEEN),
+    "pairs": (TRAIN, UNSEEN, MISMATCHED),
+}
+KINDS = tuple(SETS)
 DEFAULT_FAMILY = next(name for name, row in FAMILIES.items() if row.networks_by_train_type)  # of the launchers' demos
-WITH_UNSEEN = ("shapes", "emoji")  # what is held out, and prompts
+SHOWN = "shown"  # references of the prompts, with the pictures
 _WAIT_S = 3600.0  # for another process that makes it
 _PATHS = {  # what the folder holds, by the keys that name it
     MODEL: ("model.diffusers_path", "model.pretrained"),
@@ -92,12 +98,12 @@ def _files(wish: DemoRequest) -> dict[Path, str | None]:
     if MODEL in wish.parts:
         files[home / MODEL] = None
     if "data" in wish.parts:
-        for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
+        for name in SETS[wish.kind]:
             pictures = home / "pictures" / name
             references = references_of(wish.kind, wish.family, home / "pictures")
             files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures, references)}
             files |= {references.resolve(): None} if references else {}
-        if wish.kind in WITH_UNSEEN:
+        if UNSEEN in SETS[wish.kind]:
             files[home / "prompts.txt"] = ""
     return files
 

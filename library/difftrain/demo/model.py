@@ -54,7 +54,7 @@ def load_pictures(data: Path) -> Tensor:
     for path in sorted(data.glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
-                if member.name.endswith((".png", ".webp")):
+                if member.name.endswith((".png", ".webp")) and ".reference." not in member.name:
                     stream = tar.extractfile(member)
                     assert stream is not None
                     pictures.append(_shrink(torch.tensor(decode(stream.read()))))
@@ -161,9 +161,9 @@ def _fewer(config: Any, ids: Tensor, rng: torch.Generator) -> Tensor:
 
 Log = Callable[[str], None]
 Vocabulary = ClipVocabulary | T5Vocabulary
-MERGES = {"shapes": 52, "emoji": 1000}  # words are one piece to three then
-VAE_STEPS = {"shapes": 250, "emoji": 800}
-TEXT_STEPS = {"shapes": 100, "emoji": 300}
+MERGES = {"shapes": 52, "emoji": 1000, "pairs": 20}  # words are one piece to three then
+VAE_STEPS = {"shapes": 250, "emoji": 800, "pairs": 800}
+TEXT_STEPS = {"shapes": 100, "emoji": 300}  # pairs have two captions, which any encoder tells apart
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
 
 
@@ -188,11 +188,14 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: 
         for number, vocabulary in enumerate(vocabularies, 1):
             vocabulary.save(Path(aside) / f"tokenizer_{number}")
             fields[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
-        vae_steps, text_steps = (max(2, round(steps[dataset] * scale**0.5)) for steps in (VAE_STEPS, TEXT_STEPS))
+        vae_steps = max(2, round(VAE_STEPS[dataset] * scale**0.5))
 
         def fit(model: Any, parts: Any) -> None:
             pictures, vae = load_pictures(data), parts.frozen["vae"]
             fit_vae(vae, pictures, vae_steps, log)
+            if dataset not in TEXT_STEPS:
+                return
+            text_steps = max(2, round(TEXT_STEPS[dataset] * scale**0.5))
             ids = model.tokenizer(parts)(captions)
             clips = [(position, text) for position, text in enumerate(model.texts, start=1) if text.kind == "clip"]
             encoders = [parts.frozen[text.part] for _, text in clips]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from difftrain.contracts import DataFault
-from difftrain.demo import datasets, recipe, splits
-from difftrain.demo.make import DEFAULT_FAMILY, MODEL, TRAIN, UNSEEN, data_text, references_of
+from difftrain.demo import datasets, pairs, recipe, splits
+from difftrain.demo.make import DEFAULT_FAMILY, MODEL, SETS, SHOWN, TRAIN, data_text, references_of
 from difftrain.io.files import atomic_folder, write_text
 from difftrain.models.registry import FAMILIES
 
@@ -99,12 +99,12 @@ def _make_data(kind: str, family: str, home: Path, scale: float, log: Log) -> No
     pictures = home / "pictures"
     references = references_of(kind, family, pictures)
     make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log, paired=references is not None))
-    for name in (UNSEEN, TRAIN):  # the file that tells that all is there comes last
-        if (pictures / name).is_dir():
-            write_text(home / f"{name}.toml", data_text(pictures / name, references))
-    if kind in FLOW_PROMPTS:
+    for name in reversed(SETS[kind]):  # the file that tells that all is there comes last
+        write_text(home / f"{name}.toml", data_text(pictures / name, references))
+    prompts = FLOW_PROMPTS.get(kind) or (pairs.prompts(pictures / SHOWN) if kind == "pairs" else ())
+    if prompts:
         options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l 3"
-        lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(FLOW_PROMPTS[kind])]
+        lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(prompts)]
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
 

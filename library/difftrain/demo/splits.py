@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from difftrain.demo import datasets, recipe
+from difftrain.demo import datasets, pairs, recipe
 from difftrain.demo.datasets import DemoPicture
 from difftrain.demo.judge import words
 from difftrain.demo.make import REFERENCE, TRAIN, UNSEEN
@@ -168,5 +168,6 @@ def captions_of(folder: Path) -> Iterator[str]:
 WRITERS: dict[str, Callable[[Path, int], dict[str, int]]] = {
     "shapes": write_shapes,
     "emoji": write_emoji,
+    "pairs": lambda folder, count: pairs.write(folder, recipe.cache_root() / "npm", count),
     "tiny": lambda folder, count: write_few(folder),
 }
