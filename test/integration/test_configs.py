@@ -60,8 +60,9 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
     if folder in STAND_INS:
         tables = tomllib.loads((CONFIGS / name).read_text(encoding="utf-8"))
         row = FAMILIES[STAND_INS[folder]]
-        if row.control and (row.control_least or tables.get("data", {}).get("num_control")):
-            data[0] = f"--dataset={place / 'pairs.toml'}"
+        edits = bool(row.control and (row.control_least or tables.get("data", {}).get("num_control")))
+        file = place / ("pairs.toml" if edits else "data.toml")
+        data[0] = f"--dataset={file}"
         words = [
             *data,
             *COMMON,
@@ -73,10 +74,11 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
             words.append(f"--model.llama3_path={place / STAND_INS[folder] / 'text_encoder_4'}")
         words += ["--demo.score=false"] if "score" in tables.get("demo", {}) else []
         if "eval" in tables:
-            sets = f'[{{name = "unseen", config = "{place / "data.toml"}"}}]'
+            sets = f'[{{name = "unseen", config = "{file}"}}]'
             words += [f"--eval.eval_datasets={sets}", "--eval.eval_before_first_step=false"]
         if "sample" in tables:
-            (place / "prompts.txt").write_text("a picture --w 64 --h 64 --s 2\n")
+            reference = next((place / "pictures").glob("*.png")) if edits else ""
+            (place / "prompts.txt").write_text(f"a picture --w 64 --h 64 --s 2{f' --ci {reference}' * edits}\n")
             words.append(f"--sample.prompts={place / 'prompts.txt'}")
         if "repa" in tables:
             words += [f"--repa.encoder={vision_folder(place / 'vision', 'dinov2')}", "--repa.layer=2"]

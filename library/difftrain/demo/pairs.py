@@ -13,17 +13,16 @@ FLAT = "emoji-datasource-google@16.0.0"  # MIT; its images are Noto Emoji, Apach
 SOLID, DRAWN = "the same emoji as a solid thing", "the same emoji drawn flat"
 HELD_OUT_EVERY = 16  # emoji: one in so many is not trained on
 NUM_SHOWN = 3  # emoji that samples are drawn of, both ways
-SIDE = 64
+SIDE = 64  # of its smallest images
 EmojiStyles = tuple[DemoPicture, DemoPicture]  # solid, flat
 
 
-def write(folder: Path, npm: Path, count: int = 0) -> dict[str, int]:
+def write(folder: Path, npm: Path) -> dict[str, int]:
     """Write pairs into tars: to train on, of emoji that are held out, and of these with references of one another.
 
-    count: 0 is all; else of about so many emoji, evenly picked. Returns how many pairs each folder has.
+    Returns how many pairs each folder has.
     """
     emoji = both_styles(npm)
-    emoji = emoji[:: max(1, len(emoji) // count)] if count else emoji
     unseen = emoji[::HELD_OUT_EVERY]
     kept = [one for number, one in enumerate(emoji) if number % HELD_OUT_EVERY]
     far = len(unseen) // 2  # neighbours in the order of codes are alike
@@ -53,11 +52,12 @@ def _pairs(emoji: Iterable[EmojiStyles], others: Iterable[EmojiStyles]) -> Itera
 
 
 def _write_prompts(folder: Path, pairs: Iterable[DemoPicture]) -> None:
-    """Write references as files, and beside each what is to be made of it."""
+    """Write references as files, and beside each its caption and the picture that is to be made of it."""
     folder.mkdir(parents=True)
     for number, picture in enumerate(pairs):
         assert picture.reference is not None
         (folder / f"{number}.{picture.reference.suffix}").write_bytes(picture.reference.content)
+        (folder / f"{number}_target.{picture.suffix}").write_bytes(picture.content)
         (folder / f"{number}.txt").write_text(picture.caption + "\n", encoding="utf-8")
 
 

@@ -168,6 +168,6 @@ def captions_of(folder: Path) -> Iterator[str]:
 WRITERS: dict[str, Callable[[Path, int], dict[str, int]]] = {
     "shapes": write_shapes,
     "emoji": write_emoji,
-    "pairs": lambda folder, count: pairs.write(folder, recipe.cache_root() / "npm", count),
+    "pairs": lambda folder, count: pairs.write(folder, recipe.cache_root() / "npm"),
     "tiny": lambda folder, count: write_few(folder),
 }

@@ -17,6 +17,9 @@ from difftrain.demo import make, prepare
 from difftrain.train.estimate.dry_run import dry_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "sd3_light"
+RECIPES = {kind: CONFIGS / f"{kind}.toml" for kind in make.KINDS} | {
+    "pairs": CONFIGS.parent / "flux_kontext" / "emoji.toml"
+}
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +113,7 @@ def test_a_demo_that_cannot_be_made_ends_the_run(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", make.KINDS)
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_dry_run_makes_nothing(name: str, beside: bool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = CONFIGS / f"{name}.toml"
+    path = RECIPES[name]
     if beside:  # the recipe lies in the working directory
         path = Path(shutil.copy(path, here))
     before = sorted(here.iterdir())
