@@ -79,7 +79,7 @@ def main() -> int:
         run = trained(options.family, home, options.steps)
         seconds, found = time.monotonic() - began, last_losses(run)
         if options.sheet:
-            samples = sorted(run.glob(f"samples/*{found['step']:06d}*.png")) or sorted(run.rglob("*.png"))
+            samples = sorted(run.glob(f"sample/*_{found['step']:06d}_[0-9]*.png"))
             write_sheet(run.parents[1] / "pictures" / "shown", samples, options.sheet)
 
     report = Report()

@@ -103,7 +103,8 @@ def _make_data(kind: str, family: str, home: Path, scale: float, log: Log) -> No
         write_text(home / f"{name}.toml", data_text(pictures / name, references))
     prompts = FLOW_PROMPTS.get(kind) or (pairs.prompts(pictures / SHOWN) if kind == "pairs" else ())
     if prompts:
-        options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l 3"
+        guidance = 1 if kind == "pairs" else 3  # pairs' captions are never dropped
+        options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l {guidance}"
         lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(prompts)]
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
