@@ -142,7 +142,7 @@ def test_documents_name_flags_that_exist() -> None:
         "logdir",
         "X",
         "log_first_steps",  # docs/adding/flag.md adds it to a copy
-            "sheet",  # of benchmarks/edit_pairs.py
+        "sheet",  # of benchmarks/edit_pairs.py
         "only",  # of test/drills/planted_faults.py
         "ntasks-per-node",  # of srun
         "rm",  # of docker
