@@ -10,9 +10,9 @@ cd "$here/.."
 # shellcheck source=test/find_python.sh
 source "$here/find_python.sh"
 
-TIERS="lint unit contracts golden integration launchers simulated_npu"
+TIERS="lint house unit contracts golden integration launchers simulated_npu"
 budget_min() { # on two cores
-    case "$1" in lint) echo 2 ;; unit) echo 3 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
+    case "$1" in lint | house) echo 1 ;; unit | golden) echo 3 ;; contracts) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
 }
 
 chosen=""

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, ORACLES, Tiny, bucket_of, config, made, needs_blocks
+from families import FAMILIES, ON_KIT, ORACLES, Tiny, bucket_of, config, made, needs_blocks
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Bucket
 from difftrain.models.flops import blank_inputs, on_meta
+
+# families whose lists of blocks differ in kind; those that are built alike, and take seconds each, are counted nightly
+DEEPER = ("sd3", "flux", "wan", "auraflow", "lumina_2", "hidream")
 
 
 def counted(family: Any, bucket: Bucket) -> int:
@@ -43,6 +46,9 @@ def test_the_tiny_size(name: str, tiny: Tiny) -> None:
     assert tiny.family.flops_per_sample(tiny.parts, bucket) == counted(tiny.family, bucket)
 
 
+@pytest.mark.parametrize(
+    "name", [one if one in DEEPER else pytest.param(one, marks=pytest.mark.nightly) for one in ON_KIT], indirect=True
+)
 def test_a_deeper_model_at_an_odd_size(name: str, tiny: Tiny, tmp_path: Path) -> None:
     needs_blocks(tiny)
     content, part = sizes_of(name), FAMILIES[name].denoiser

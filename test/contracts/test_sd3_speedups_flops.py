@@ -49,6 +49,7 @@ def test_work_is_what_torch_counts(sections: dict[str, Any], gamma: float, tmp_p
     assert counter.get_total_flops() == family.flops_per_sample(parts, bucket)
 
 
+@pytest.mark.nightly
 def test_the_page_has_the_figures_that_the_code_computes() -> None:
     page = " ".join((Path(__file__).resolve().parents[2] / "docs" / "speedups.md").read_text("utf-8").split())
     light = ModelSection(family="sd3", init_from_config="light")

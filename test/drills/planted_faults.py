@@ -196,13 +196,13 @@ FAULTS = (
     PlantedFault(
         "a device is named outside its room",
         "optim/muon.py", "from __future__ import annotations\n", 'from __future__ import annotations\n\nHERE = "npu:0"\n',
-        ("unit/house/test_layers.py",),
+        ("house/test_layers.py",),
     ),
     PlantedFault(
         "a room imports one above it",
         "data/recipe.py", "from __future__ import annotations\n",
         "from __future__ import annotations\n\nimport difftrain.train.loop  # noqa: F401\n",
-        ("unit/house/test_layers.py",),
+        ("house/test_layers.py",),
     ),
     PlantedFault(
         "attention keeps what its mask hides",

@@ -52,7 +52,7 @@ FAULTS = (
         f"{UNIT}/test_attention_libraries.py::test_context_parallelism_can_be_trained",
     ), "no engine splits a sequence; diffusers' backend is patched so that it can be trained"),
     FaultElsewhere("FSDP2 writes cuda into its code", "accelerate 3790", (
-        "test/unit/house/test_layers.py::test_only_the_device_room_names_devices",
+        "test/house/test_layers.py::test_only_the_device_room_names_devices",
         f"{SIMULATED}/test_fsdp2.py::test_fsdp2_casts_in_any_order_and_sums_before_it_divides",
     ), "device names stand in `device/` alone; accelerate's FSDP2 is not used"),
     FaultElsewhere("a cast after FSDP2 has no sharding rule", "ms-swift 7870, 7871", (

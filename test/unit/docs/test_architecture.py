@@ -17,7 +17,7 @@ NODES = sorted({label for drawing in DRAWINGS for label in re.findall(r'\["([^"<
 
 
 def test_the_table_of_layers_is_the_layer_tests() -> None:
-    spec = importlib.util.spec_from_file_location("layers", ROOT / "test/unit/house/test_layers.py")
+    spec = importlib.util.spec_from_file_location("layers", ROOT / "test/house/test_layers.py")
     assert spec is not None and spec.loader is not None
     layers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(layers)

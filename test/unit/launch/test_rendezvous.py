@@ -170,6 +170,7 @@ def test_one_that_died_is_missed_again_and_may_come_back(site: Site, monkeypatch
     assert all(machine.result(60) for machine in (leader, *both))
 
 
+@pytest.mark.nightly  # takes five seconds
 def test_a_machine_that_comes_to_a_job_without_it_waits_for_the_next(site: Site) -> None:
     leader, guest = site.start(0), site.start(1)
     store = leader.result(60), guest.result(60)

@@ -29,6 +29,7 @@ def with_gamma(gamma: float, **model: Any) -> SD3Family:
     return SD3Family(config({"loss": {"text_recon_gamma": gamma}}, **model))
 
 
+@pytest.mark.nightly
 def test_light_is_medium_of_fifteen_blocks() -> None:
     light, medium = (SD3Family(config(init_from_config=name)) for name in ("light", "medium"))
     cut = SD3Family(config(init_from_config="medium", num_layers=15))

@@ -282,6 +282,7 @@ def test_what_was_not_measured_has_no_card_and_numbers_have_units(tmp_path: Path
 # --- long runs, and axes
 
 
+@pytest.mark.nightly
 def test_a_run_of_100_000_steps_keeps_to_six_megabytes(tmp_path: Path) -> None:
     write_report(tmp_path, make_report(config(), facts(tmp_path)))
     keys = ("step_loss", "avr_loss", "lr", "grad_norm", "fps", "compute_fps", "data_wait_s", "peak_memory_gib")

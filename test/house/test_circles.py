@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "library" / "difftrain"
 HOUSE = runpy.run_path(str(ROOT / "benchmarks" / "house.py"))
 circles, imports, modules = HOUSE["circles"], HOUSE["imports"], HOUSE["modules"]

@@ -16,7 +16,7 @@ from difftrain.config.parse_text_to_image import parse as parse_example
 from difftrain.launch import flags, machines, main
 from difftrain.launch.machines import Devices
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "README.zh.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/models/sd3_light", "/data/laion", "/data/images")

@@ -78,7 +78,7 @@ def test_hostile_input_that_fell_short_ends_the_drill_with_1(monkeypatch: pytest
 
 
 def test_the_nightly_script_runs_every_drill_that_asserts() -> None:
-    script = (Path(__file__).parents[2] / "nightly.sh").read_text()
+    script = (Path(__file__).parents[1] / "nightly.sh").read_text()
     assert all(
         f"test/drills/{name}.py" in script
         for name in ("hostile", "endurance", "random_kills", "failures", "planted_faults")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from parsed import parsed
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "library" / "difftrain"
 
 LAYERS = [

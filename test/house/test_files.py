@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STATEMENT = ROOT / "public_address_statement.md"
 ADDRESS = re.compile(
     r"(?:https?|git|ssh)://[^\s\"'`<>|)\]]+[^\s\"'`<>|)\].,;:]|[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[a-z]{2,}\b"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parsed import parsed
 
-LIBRARY = Path(__file__).resolve().parents[3] / "library"
+LIBRARY = Path(__file__).resolve().parents[2] / "library"
 
 
 def test_every_image_is_opened_by_formats() -> None:

@@ -14,7 +14,7 @@ from parsed import parsed
 from difftrain.cli.doctor import machine as doctor
 from difftrain.config.schema.validate import choices_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = {re.split(r"[<>=~!]", line)[0]: line for line in PROJECT["dependencies"]}
 IMPORT_NAMES = {"Pillow": "PIL", "google-crc32c": "google_crc32c"}

@@ -10,7 +10,7 @@ from parsed import parsed
 from difftrain.config.schema.validate import choices_of
 from difftrain.config.spellings.flags import FLAGS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def marked() -> set[str]:

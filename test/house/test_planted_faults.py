@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from drills.planted_faults import FAULTS, PlantedFault
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 LIBRARY = TESTS.parent / "library" / "difftrain"
 
 

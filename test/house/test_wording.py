@@ -19,7 +19,7 @@ from refusals import is_about, names, raised_by
 from difftrain.config.parse_flags import parse
 from difftrain.contracts.errors import ConfigFault, Fault
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 PAGE = TESTS / "golden" / "data" / "messages.txt"
 # calls whose arguments are compared, or are a table of what is
 _COMPARING = {

@@ -17,7 +17,7 @@ from difftrain.models.metadata import described
 from difftrain.models.registry import TRAINED
 from difftrain.models.weights.find import _tokenizer_dirs, parts_elsewhere
 
-LIBRARY = Path(__file__).parents[3] / "library" / "difftrain"
+LIBRARY = Path(__file__).parents[2] / "library" / "difftrain"
 
 
 def attributes(path: Path) -> set[str]:

@@ -20,7 +20,7 @@ from difftrain.config.schema.validate import build, choices_of, fields
 from difftrain.models.registry import DEFAULT, FAMILIES, LATER, TRAINED, UNTRAINED, make_family
 from difftrain.models.row import LAYOUTS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "library"
 MODELS = LIBRARY / "difftrain" / "models"
 NAMES = {*FAMILIES, *LATER}
