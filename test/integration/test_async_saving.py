@@ -49,6 +49,7 @@ def test_a_run_leaves_what_a_synchronous_one_does(door: Door, straight: Path, tm
     assert output.count(" in the background") == 3  # the last one is waited for anyway
 
 
+@pytest.mark.nightly
 def test_two_ranks_with_averages_leave_what_synchronous_ones_do(door: Door, tmp_path: Path) -> None:
     for name, more in (("now", ()), ("later", ("--save_async",))):
         door.run(door.flags(tmp_path / name, "--use_ema", *more, batch=1), ranks=2)

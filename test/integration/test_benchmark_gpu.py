@@ -20,12 +20,14 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
     return said, json.loads(written.read_text())
 
 
+@pytest.mark.nightly
 def test_every_check_passes(rehearsed: tuple[str, dict[str, Any]]) -> None:
     said, found = rehearsed
     assert "FAIL" not in said and all(row["passed"] for row in found["checks"])
     assert sum("attention" not in row["check"] for row in found["checks"]) == 6
 
 
+@pytest.mark.nightly
 def test_rows_have_figures(rehearsed: tuple[str, dict[str, Any]]) -> None:
     _, found = rehearsed
     assert found["rehearsal"] is True

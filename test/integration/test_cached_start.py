@@ -41,7 +41,8 @@ ASLEEP = {
 }
 
 
-@pytest.mark.parametrize("family", ["sd3", pytest.param("sdxl", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["sd3", "sdxl"])
 def test_a_start_from_a_whole_cache_imports_no_encoder(family: str, tmp_path: Path) -> None:
     """Nor takes the whole run long: a machine may be busy here; benchmarks/sd3_step.py holds a start to ten seconds."""
     write_folder(tmp_path / "pictures", [(64, 64), (96, 40)])

@@ -116,6 +116,7 @@ def test_numbers_are_equal_on_any_number_of_ranks(run: Run, one: tuple[Path, str
         assert {tag: right[tag] for tag in losses} == pytest.approx(losses, rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.nightly
 def test_the_cache_changes_no_number(run: Run, one: tuple[Path, str]) -> None:
     online, _ = run(cache={"latents_to_disk": False, "text_to_disk": False}, training={"seed": 1, "max_steps": 1})
     cached, found = lines(one[0])[0], lines(online)[0]

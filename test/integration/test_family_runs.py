@@ -17,6 +17,13 @@ from difftrain.models.registry import FAMILIES, TRAINED
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "sd_scripts_xl" / "train.py"
+WHOLE = (
+    "sdxl",
+    "sd3",
+    "flux",
+    "flux_kontext",
+    "qwen_image",
+)  # of others base.toml runs on a tiny model: test_configs.py
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,9 @@ def losses(run: Path) -> list[float]:
     return [line["step_loss"] for line in lines]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.nightly) for name in TRAINED]
+)
 def test_the_tiny_recipe_trains_what_init_wrote(home: Path, name: str) -> None:
     trained(home, name, "OUT", "--save.model_as=diffusers_safetensors")
     run = run_of(home, name, "OUT")

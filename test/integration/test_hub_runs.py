@@ -139,6 +139,7 @@ def test_one_process_of_a_machine_fetches_and_one_of_the_job_sends(door: Door, h
     assert sent == {f"first/{STATES[0]}/{path.name}" for path in (out / STATES[0]).iterdir()}  # both ranks' parts
 
 
+@pytest.mark.nightly
 def test_run_directories_go_to_folders_of_their_own_and_a_run_goes_on_from_there(hub: HubStub, tmp_path: Path) -> None:
     trainer, env = Trainer(tmp_path, "sdxl", cached=False, steps=4), hub.environment(tmp_path / "home")
     settings = ("--save.save_every_n_steps=2", "--save.state=true", "--save.checkpoint_every_n_minutes=999")

@@ -203,6 +203,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_losses_are_those_of_the_plain_native_engine(launched: list[dict[str, Any]], case: Case) -> None:
     found, other = launched[0][case.name], launched[0][case.plain.name]

@@ -122,6 +122,7 @@ def launched(name: str) -> tuple[str, ...]:
     }[name]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_every_launcher_starts_it(door: Door, recipe: Path) -> None:
     """Two processes of each launcher train what one does with twice the batch; all of them alike to the last bit."""
     there = recipe / "run.toml"

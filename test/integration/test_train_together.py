@@ -6,6 +6,8 @@ import dataclasses
 import json
 import time
 
+import pytest
+
 from difftrain.testing.spawn import run_ranks
 
 HERE = __file__
@@ -46,6 +48,7 @@ def long_work() -> None:
     print(json.dumps([found, said, own, shared]))
 
 
+@pytest.mark.nightly
 def test_waiting_has_no_limit_and_errors_are_shared() -> None:
     for ended in run_ranks(2, f"{HERE}::long_work"):
         found = json.loads(ended.out.splitlines()[-1])
