@@ -12,7 +12,7 @@ source "$here/find_python.sh"
 
 TIERS="lint house unit contracts golden integration launchers simulated_npu"
 budget_min() { # on two cores
-    case "$1" in lint) echo 1 ;; house) echo 1 ;; unit) echo 3 ;; contracts) echo 4 ;; golden) echo 3 ;; integration) echo 12 ;; *) echo 8 ;; esac
+    case "$1" in lint) echo 2 ;; house) echo 1 ;; unit) echo 3 ;; contracts) echo 4 ;; golden) echo 3 ;; integration) echo 12 ;; *) echo 8 ;; esac
 }
 
 chosen=""
