@@ -94,7 +94,7 @@ shapes = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
     st.lists(st.tuples(shapes, st.integers(0, 300), st.booleans(), st.sampled_from(["", "zlib"])), max_size=6),
     st.dictionaries(st.text(max_size=5), st.text(max_size=50), max_size=3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_packed_is_unpacked(specs, meta):
     features = []
     for number, (shape, size, scaled, codec) in enumerate(specs):

@@ -62,6 +62,7 @@ def test_features_are_of_one_picture_each_whatever_their_company(network: EffLit
         torch.testing.assert_close(network([picture])[0], row, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_it_tells_pieces_of_a_picture_from_noise_and_blur(network: EffLite0) -> None:
     """Pieces of the same photograph are near each other, blurred ones farther off, noise farthest."""
     whole = photograph("chelsea.png")

@@ -83,6 +83,7 @@ def test_whoever_comes_first_says_for_whom_it_waits(site: Site) -> None:
     assert all(each.result(60) is not None for each in (first, second, third))
 
 
+@pytest.mark.nightly
 def test_it_is_said_again_and_again_until_the_time_is_over(site: Site) -> None:
     with pytest.raises(RendezvousFailed) as caught:
         site.start(0, wait_s=2.0, notice_s=0.4).result(60)

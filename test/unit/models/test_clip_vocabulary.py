@@ -202,6 +202,7 @@ _PIECES = st.text("abX ,.'!?\t\n\u00a0\u3000\u0301\u0327\u1100\u1161ΣςİßÅ�
 
 @given(st.lists(_PIECES, max_size=4))
 @settings(max_examples=200, deadline=None)
+@pytest.mark.nightly
 def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> None:
     tokenize = ClipTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)), 225)
     for text in (*texts, *texts):  # the second time from memory

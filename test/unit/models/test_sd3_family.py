@@ -262,6 +262,7 @@ def test_in_fp16_what_overflows_of_t5_stays_wide() -> None:
     torch.testing.assert_close(half.float(), wide, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.nightly
 def test_the_published_sizes() -> None:
     families = (SD3Family(config({"loss": {"text_recon_gamma": g}}, init_from_config="light")) for g in (0, 0.1))
     bare, whole = (sum(e.numel() for e in each.source.build("transformer").parameters()) for each in families)

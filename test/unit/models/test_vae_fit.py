@@ -99,6 +99,7 @@ def test_too_narrow_a_block_is_named() -> None:
         closed_form_encoder(vae, pictures())
 
 
+@pytest.mark.nightly
 def test_the_decoder_learns_and_is_the_same_twice() -> None:
     def trained() -> tuple[Any, float]:
         vae = vae_of(**FACTOR_4)
