@@ -33,7 +33,7 @@ SIDE, GAP = 64, 4
 def trained(family: str, home: Path, steps: int) -> Path:
     """Run the recipe with its folders in `home`; return the directory of the run."""
     recipe = ROOT / "configs" / family / "emoji.toml"
-    words = [f"--config={recipe}", *(f"--training.max_steps={steps}" for _ in range(steps > 0))]
+    words = [f"--config={recipe}", *([f"--training.max_steps={steps}"] if steps else [])]
     subprocess.run([sys.executable, str(ROOT / "sd_scripts_xl" / "train.py"), *words], cwd=home, check=True)
     output = tomllib.loads(recipe.read_text(encoding="utf-8"))["output"]["output_dir"]
     return max((home / output).iterdir(), key=lambda run: run.name)
