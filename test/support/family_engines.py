@@ -32,6 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sd3": {},
     "flux": {},
     "flux-attention": {"train_only": ("attn",)},  # the rest is held as its source has it
+    "flux-lora": {},
+    "sdxl-lora": {"train_text_encoder": True},
+}
+# what is trained beside a family's own weights, which are held then
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "flux-lora": {"type": "lora", "rank": 2},
+    "sdxl-lora": {"type": "lora", "rank": 2, "dropout": 0.25},
 }
 ACCELERATE, OSS = {"training": {"engine": "accelerate"}}, {"optimizer": {"type": "oss"}}
 # ways to run over ranks -> their sections of a configuration
@@ -91,6 +98,7 @@ def family_engine(ranks: Ranks, name: str, way: str, precision: str = "no") -> C
     sections = {section: dict(table) for section, table in WAYS[way].items()}
     sections["training"] = given | sections.get("training", {})
     sections["optimizer"] = {"learning_rate": LR} | sections.get("optimizer", {})
+    sections["adapter"] = ADAPTERS.get(name, {})
     cfg = families.config(kind, sections, **FAMILIES[name])
     family = families.made(cfg)
     parts = family.load()

@@ -120,18 +120,21 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
 
 
 def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
-    """Say once that adapters are not built yet."""
-    fields = {path: out.pop(path) for path in list(out.values) if path.startswith("?adapter.")}
-    if not fields:
+    """Adapters to be added to the weights stand as tables in other trainers' files: {path, weight}."""
+    path = "adapter.fuse_adapters"
+    rows = out.values.get(path)
+    if not isinstance(rows, list | tuple) or not any(isinstance(row, dict) for row in rows):
         return
-    kind = fields.get("?adapter.type")
-    first = "?adapter.type" if kind else next(iter(fields))
-    known = ("lora", "lokr", "ia3")
-    if kind and kind not in known:
-        out.fault(first, f"no such adapter: {kind!r}", f"known are {', '.join(known)}, and none is built yet")
-        return
-    what = f"{kind or 'this table'}: training adapters is not built yet"
-    out.fault(first, what, "leave [adapter] out: all weights are trained")
+    words = []
+    for row in rows:
+        if not isinstance(row, dict):
+            words.append(row)
+        elif row.keys() - {"path", "weight"} or not isinstance(row.get("path"), str):
+            out.fault(path, f"{row!r} is no adapter", "{ path = 'FILE', weight = 1.0 }, or 'FILE:1.0'")
+            return
+        else:
+            words.append(f"{row['path']}:{row.get('weight', 1.0)}")
+    out.values[path] = words
 
 
 def _precision(out: Resolution, layers: Sequence[Layer]) -> None:

@@ -19,8 +19,8 @@ from difftrain.config.layers import Layer, judged
 from difftrain.config.paths import PendingFiles
 from difftrain.config.reads import explicit_fields
 from difftrain.config.resolve import Door, Resolution, resolve_layers
+from difftrain.config.rules import adapter, engine, objective, optimizer, outputs, paths, run
 from difftrain.config.rules import data as data_rules
-from difftrain.config.rules import engine, objective, optimizer, outputs, paths, run
 from difftrain.config.rules.finding import Rule, check, value_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
@@ -127,6 +127,7 @@ RULES = (
     *objective.DIFFUSION_RULES,
     *objective.FLOW_RULES,
     *engine.SPEEDUP_RULES,
+    *adapter.ADAPTER_RULES,
     *optimizer.NAME_RULES,
     *optimizer.OPTIMIZER_RULES,
     *paths.PATH_RULES,

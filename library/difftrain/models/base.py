@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain import __version__
+from difftrain.adapters import KINDS, adapted_layers, is_adapter, target_faults
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Inputs, Parts, control_name
 from difftrain.models import passes, placeholder, speedups, vision
-from difftrain.models.description import Description
+from difftrain.models.description import Description, unread_text
 from difftrain.models.facts import Text
 from difftrain.models.objective import flow
 from difftrain.models.placeholder import DTYPES, in_8_bits
@@ -110,10 +111,10 @@ class BaseFamily(Description):
         return shipped_sizes(self, choice) if choice else {}
 
     def storage_dtype(self, part: str, name: str = "") -> torch.dtype:
-        """Return the dtype that a part's weights are kept in; name: of a parameter, where the denoiser is held in part."""
+        """Return the dtype that a part's weights are kept in; name: of a parameter, where a part is held in part."""
         half = DTYPES[self.cfg.training.mixed_precision]
         if part in self.in_root:
-            return half if part == self.denoiser and name and self.is_base(name) else torch.float32
+            return half if name and self.is_base(part, name) else torch.float32
         return torch.float32 if part == "vae" and self.cfg.model.vae_fp32 else half
 
     def faults(self, net: nn.Module) -> list[Fault]:
@@ -358,6 +359,9 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
             problems.append(
                 Fault("[model] train_only", f"{pattern!r} finds no parameter of the {family.denoiser}", remedy)
             )
+    if family.cfg.adapter.type is not None and family.denoiser in family.rates:
+        layers = family.adapter_layers(family.denoiser, net)
+        problems += target_faults(net, family.cfg.adapter, layers, family.denoiser)
     problems += family.sight_faults()
     layer, depth = family.cfg.loss.text_recon_target_layer, sum(1 for _ in passes.blocks_of(family, net))
     if layer and layer >= depth:  # its own tokens would be no target
@@ -390,20 +394,30 @@ def _longest_sides(cfg: TrainConfig) -> list[int]:
 def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
     """Freeze what no loss reaches, what is only held and what has no rate; return what is to be said of it."""
     net, notes = root.denoiser, []
+
+    # --- what is only held
+    for part in family.in_root:
+        base = [name for name, _ in root.get_submodule(part).named_parameters() if family.is_base(part, name)]
+        parts.base |= {f"{part}.{name}" for name in base}
+        for name in base:
+            root.get_submodule(part).get_parameter(name).requires_grad_(False)
+        if base:
+            frozen = sum(root.get_submodule(part).get_parameter(name).numel() for name in base)
+            notes.append(f"kept as in their source, and in no checkpoint: {frozen:,} weights of the {part}")
+    if family.cfg.adapter.type is not None:
+        return notes + adapter_notes(family, root)
+
+    # --- what no loss reaches
     last = sum(1 for _ in passes.blocks_of(family, net)) - 1 if family.blocks else 0
     unread = re.compile(family.unread.replace("{last}", str(last))) if family.unread else None
     silent = re.compile(family.silent.replace("{last}", str(last))) if family.silent else None
     for name, param in net.named_parameters():
-        if family.is_base(name):
-            parts.base.add(f"{family.denoiser}.{name}")
+        if unread and unread.search(name):
             param.requires_grad_(False)
-        elif unread and unread.search(name):
-            param.requires_grad_(False)
-        elif silent and silent.search(name):
+        elif silent and silent.search(name) and param.requires_grad:
             parts.silent.add(f"{family.denoiser}.{name}")
-    if parts.base:
-        frozen = sum(net.get_parameter(name.partition(".")[2]).numel() for name in parts.base)
-        notes.append(f"kept as in their source, and in no checkpoint: {frozen:,} weights of the {family.denoiser}")
+
+    # --- what has no rate
     if family.denoiser not in family.rates:
         net.requires_grad_(False)
         notes.append(f"the {_TITLES.get(family.denoiser, family.denoiser)} is frozen: its learning rate is 0")
@@ -413,22 +427,22 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
     return notes
 
 
-def unread(text: Text, encoder: Any) -> list[str]:
-    """Name the parameters of a CLIP encoder that can get no gradient: what comes after the states that are read.
-
-    There are none where a vector is read too: it goes through every layer.
-    """
-    if text.pooled or not isinstance(text.hidden, int) or text.hidden >= 0:
-        return []
-    layers = encoder.config.num_hidden_layers
-    unused = tuple(f"encoder.layers.{i}." for i in range(layers + text.hidden + 1, layers))
-    unused += () if text.normed else ("final_layer_norm.",)
-    return [name for name, _ in encoder.named_parameters() if name.removeprefix("text_model.").startswith(unused)]
+def adapter_notes(family: Description, root: DenoiserRoot) -> list[str]:
+    """Say which adapters are trained."""
+    section, notes = family.cfg.adapter, []
+    title = KINDS[section.type or "lora"].title
+    for part in family.in_root:
+        module = root.get_submodule(part)
+        if layers := adapted_layers(module):
+            count = sum(param.numel() for name, param in module.named_parameters() if is_adapter(name))
+            rank = f" of rank {section.rank}" if section.type != "ia3" else ""
+            notes.append(f"{title}{rank} in {len(layers)} layers of the {part}: {count:,} weights are trained")
+    return notes
 
 
 def _freeze_unread(text: Text, encoder: Any, reader: str) -> list[str]:
     """Freeze what no loss reaches; return the sentence that says so. reader: who reads the states before it."""
-    names = unread(text, encoder)
+    names = unread_text(text, encoder)
     for name in names:
         encoder.get_parameter(name).requires_grad_(False)
     if not names or not isinstance(text.hidden, int):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.adapters import chosen_layers, is_adapter, put_in
 from difftrain.config.schema.rates import part_rates
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
@@ -23,7 +24,7 @@ from difftrain.contracts import (
     Parts,
 )
 from difftrain.models import build as known
-from difftrain.models import routing
+from difftrain.models import passes, routing
 from difftrain.models.build import possible
 from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
@@ -39,11 +40,12 @@ from difftrain.models.weights.fingerprints import Stamp
 from difftrain.models.weights.keys import KeyMap, Rule, table_rule
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
     from difftrain.models.weights.source import WeightSource
 
+TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")  # of CLIP, as kohya's scripts
 # (part, dtype) -> the file that an export of this run wrote, and what it was then
 Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
 
@@ -328,10 +330,36 @@ class Description:
         texts = [replace(text, template=text.bare or text.template) for text in self.texts]
         return Tokenize(texts, self.vocabularies, self.lengths)
 
-    def is_base(self, name: str) -> bool:
-        """Tell whether a parameter of the denoiser is held as its source has it: `train_only` names others."""
-        patterns = self.cfg.model.train_only
+    def is_base(self, part: str, name: str) -> bool:
+        """Tell whether a parameter of a part of the root is only held, as its source has it.
+
+        With adapters that is all of the network's own; `train_only` names those of the denoiser that are not.
+        """
+        if self.cfg.adapter.type is not None:
+            return part in self.in_root and not is_adapter(name)
+        patterns = self.cfg.model.train_only if part == self.denoiser else ()
         return bool(patterns) and not any(re.search(pattern, name) for pattern in patterns)
+
+    def adapter_layers(self, part: str, net: nn.Module) -> list[str]:
+        """Name the layers of a part of the root that get an adapter. net: as it is without any."""
+        section = self.cfg.adapter
+        if section.type is None or part not in self.rates:
+            return []
+        if part != self.denoiser:
+            text = next(text for text in self.texts if text.part == part)
+            return chosen_layers(net, section, TEXT_TARGETS, (), unread_text(text, net))
+        return chosen_layers(net, section, self.lora.targets, self.blocks, self.unread_weights(net))
+
+    def unread_weights(self, net: nn.Module) -> list[str]:
+        """Name the denoiser's weights that no loss reaches, or no output depends on."""
+        last = sum(1 for _ in passes.blocks_of(self, net)) - 1 if self.blocks else 0
+        patterns = [re.compile(text.replace("{last}", str(last))) for text in (self.unread, self.silent) if text]
+        return [name for name, _ in net.named_parameters() if any(pattern.search(name) for pattern in patterns)]
+
+    def put_adapters(self, part: str, net: nn.Module) -> None:
+        """Put adapters into a part of the root that has no weights yet."""
+        autocast = self.cfg.training.mixed_precision != "no"
+        put_in(net, self.cfg.adapter, self.adapter_layers(part, net), autocast=autocast)
 
     def reader(self, text: Text) -> str:
         """Name who decides which states of an encoder are read, for messages."""
@@ -340,3 +368,16 @@ class Description:
     def largest_side(self) -> int | None:
         """Return the longest side in pixels that there are positions for; None: positions have no end."""
         return None
+
+
+def unread_text(text: Text, encoder: Any) -> list[str]:
+    """Name the parameters of a CLIP encoder that can get no gradient: what comes after the states that are read.
+
+    There are none where a vector is read too: it goes through every layer.
+    """
+    if text.pooled or not isinstance(text.hidden, int) or text.hidden >= 0:
+        return []
+    layers = encoder.config.num_hidden_layers
+    unused = tuple(f"encoder.layers.{i}." for i in range(layers + text.hidden + 1, layers))
+    unused += () if text.normed else ("final_layer_norm.",)
+    return [name for name, _ in encoder.named_parameters() if name.removeprefix("text_model.").startswith(unused)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.adapters import adapted_layers, initial_values, inside_name
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
@@ -142,6 +143,10 @@ class ModelFamily(BaseFamily):
         metadata: dict[str, str] | None = None,
     ) -> Path:
         """Write weights for inference; what the stream lacks comes from parts, or from its source where it is deferred."""
+        if self.cfg.adapter.type is not None:
+            from difftrain.models.adapted import export_adapter
+
+            return export_adapter(self, weights, parts, path, dtype=dtype, metadata=metadata or {})
         from difftrain.models.export import export
 
         return export(self, weights, parts, layout, path, dtype=dtype, metadata=metadata or {})
@@ -317,6 +322,9 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
         raise ConfigFault(problems)
 
     # --- the root: hollow until it is loaded
+    plain = {part: source.build(part) if cfg.adapter.type else modules[part] for part in inside}  # as its source has it
+    for part in inside if cfg.adapter.type else ():
+        family.put_adapters(part, modules[part])
     for part in inside:
         hollow_dtype(modules[part], partial(family.storage_dtype, part))
     encoders = {part: modules[part] for part in inside[1:]}
@@ -328,7 +336,8 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
         base = frozenset(parts.base)
         for part in inside:
             mapped = lambda name, part=part: f"{part}.{name}" in base  # noqa: E731
-            fill(modules[part], source.weights(part, modules[part]), partial(family.storage_dtype, part), mapped=mapped)
+            weights = with_adapters(family, part, modules[part], source.weights(part, plain[part]))
+            fill(modules[part], weights, partial(family.storage_dtype, part), mapped=mapped)
 
     # frozen layers of the root are put into 8 bits below, where they have weights
     if "root" in deferred and not meta and cfg.model.fp8_frozen is None:
@@ -351,7 +360,8 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
     speedups.add_encoder(cfg, parts, meta=meta, deferred=deferred)
 
     if parts.base and not meta:
-        parts.base_fingerprints = {family.denoiser: source.fingerprint(family.denoiser)}
+        kept = {name.partition(".")[0] for name in parts.base}
+        parts.base_fingerprints = {part: source.fingerprint(part) for part in inside if part in kept}
 
     # --- what else is to be known
     parts.config = family.architecture()
@@ -361,6 +371,18 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
         for encoder in encoders.values():
             _recompute(encoder)
     return parts
+
+
+def with_adapters(
+    family: BaseFamily, part: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights of a part under the names that they have beside adapters, and then those of the adapters."""
+    section, layers = family.cfg.adapter, adapted_layers(module)
+    if not layers:
+        yield from weights
+        return
+    yield from ((inside_name(name, layers), value) for name, value in weights)
+    yield from initial_values(module, section, part, family.source.seed)
 
 
 def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:

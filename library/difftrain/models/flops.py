@@ -42,7 +42,16 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
     seen = [sight(bucket) for sight in family.sights if sight is not None]
-    inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed, family.num_control]
+    inputs = [
+        family.name,
+        sizes,
+        bucket.frames,
+        family.lengths,
+        family.cfg.model.train_only,
+        family.cfg.adapter.model_dump_json(),
+        speed,
+        family.num_control,
+    ]
     key = json.dumps([*inputs, *seen, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
         _known[key] = _counts(family, bucket)
@@ -120,10 +129,20 @@ def _design(block: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
 def on_meta(family: BaseFamily) -> DenoiserRoot:
     """Build the root as it is trained, wholly without memory; attention is counted there alone."""
     net = family.source.build(family.denoiser).to("meta")
+    if family.cfg.adapter.type is not None:
+        family.put_adapters(family.denoiser, net)
     root = DenoiserRoot(family, family.denoiser, net, **family.root_options(net, meta=True)).to("meta")
     for name, param in net.named_parameters():
-        param.requires_grad_(not family.is_base(name))
+        param.requires_grad_(not family.is_base(family.denoiser, name))
     return root
+
+
+def step_on_meta(family: BaseFamily, bucket: Bucket) -> float:
+    """Count forward and backward of the root as it is trained, for one sample, by running it without memory."""
+    root, inputs = on_meta(family), blank_inputs(family, bucket)
+    with FlopCounterMode(display=False) as counter:
+        sum(output.sum() for output in root(inputs.x_t, inputs.timestep, inputs.conditions)).backward()
+    return float(counter.get_total_flops())
 
 
 def blank_inputs(

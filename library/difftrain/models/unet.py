@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Bucket, Carry, Fault, Inputs, Parts
 from difftrain.models import flops, passes
-from difftrain.models.facts import Agree, Sizes, Text
+from difftrain.models.facts import Agree, Lora, Sizes, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.objective.ddpm import DdpmObjective
 from difftrain.models.stages import Owners
@@ -52,6 +52,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
     own_skip: the clip skip that the family was trained with. native: the latent side of a UNet whose sizes say none.
     """
 
+    lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"))
     own_skip: ClassVar[int]
     native: ClassVar[int] = 64
     vae_scales = None
@@ -63,6 +64,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
     def __init__(self, cfg: TrainConfig) -> None:
         super().__init__(cfg)
         self.clip_skip = cfg.model.clip_skip or self.own_skip
+        self._step_flops: dict[Bucket, float] = {}
         self.texts = tuple(replace(text, hidden=self.read_state(text)) for text in type(self).texts)
 
     def read_state(self, text: Text) -> int | Literal["last"]:
@@ -98,7 +100,19 @@ class UNetFamily(DdpmObjective, ModelFamily):
         """Count forward and backward of one sample (see flops.py)."""
         latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
         chunks = chunks_of(self.cfg.model.max_token_length)
+        if self.cfg.adapter.type is not None:
+            return self._flops_with_adapters(bucket, chunks)
         return flops.unet_step_flops(self.source.sizes, self.texts, latent, num_chunks=chunks, trained=self.rates)
+
+    def _flops_with_adapters(self, bucket: Bucket, chunks: int) -> float:
+        """Count the UNet with its adapters, and encoders that have some at twice their forward: none of their weights has a gradient."""
+        if bucket not in self._step_flops:
+            alone = self.cfg.model.model_copy(update={"train_text_encoder": False})
+            family: Any = type(self)(self.cfg.model_copy(update={"model": alone}))
+            texts = [self.source.sizes[text.part] for text in self.texts if text.part in self.rates]
+            texts_flops = sum(2 * flops.text_flops(config, chunks) for config in texts)
+            self._step_flops[bucket] = flops.step_on_meta(family, bucket) + texts_flops
+        return self._step_flops[bucket]
 
     def unet_conditions(self, conditions: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return what the UNet reads across, (B, L, D), and what is added to its time embedding, by diffusers' names."""

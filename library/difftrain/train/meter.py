@@ -39,12 +39,13 @@ def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> 
     """Say what weights, gradients and optimizer state take, in what precision, activations aside."""
     trained = [parameter for parameter in parts.root.parameters() if parameter.requires_grad]
     names = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
-    frozen = _bytes(parameter for part in parts.frozen.values() for parameter in part.parameters())
+    kept = [parameter for parameter in parts.root.parameters() if not parameter.requires_grad]
+    frozen = _bytes(kept) + _bytes(parameter for part in parts.frozen.values() for parameter in part.parameters())
     weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(engine, "optimizer", None), "state", {})))
     beside = weights_kept(training) if training.full_precision else ""
-    kept = f", {beside} master weights" if beside not in ("", "none") else ""
+    masters = f", {beside} master weights" if beside not in ("", "none") else ""
     return (
-        f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{kept}, as much for gradients, "
+        f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{masters}, as much for gradients, "
         f"optimizer state {bytes_text(state)}; frozen weights {bytes_text(frozen)}; plus activations"
     )
 

@@ -281,7 +281,7 @@ class Exports:
         layout, path = layout_of(cfg), cfg.output_dir / name
         by_step, began = isinstance(checkpoint.naming_of(save), Own), time.monotonic()
         at_top = path == cfg.output_dir
-        folder = inside(path, last=PIPELINE_INDEX) if at_top else _folder_for(path, by_step and is_one_file(layout))
+        folder = inside(path, last=PIPELINE_INDEX) if at_top else _folder_for(path, by_step and is_one_file(cfg))
         with folder as target:
             written = family.export(
                 _watched(weights, broken),
@@ -334,9 +334,9 @@ def layout_of(cfg: TrainConfig) -> str:
     return str(cfg.save.model_as or row_of(cfg).defaults.get("save.model_as", "safetensors"))
 
 
-def is_one_file(layout: str) -> bool:
-    """Tell whether an export in this layout is one file, not a folder."""
-    return layout in ("safetensors", "ckpt")
+def is_one_file(cfg: TrainConfig) -> bool:
+    """Tell whether an export of a run is one file, not a folder."""
+    return layout_of(cfg) in ("safetensors", "ckpt") and cfg.adapter.type is None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ _KINDS = {"bool": "true|false", "int": "N", "number": "X", "str": "TEXT", "any":
 _SAYS = {
     "output": "Where a run goes, and what it reads.",
     "optimization": "Memory and speed; keys of [training] may stand here, and the other way round.",
-    "adapter": "Adapters: known, and not built yet.",
+    "adapter": "LoRA and its relatives: small weights that are trained in place of the model's (adapters.md).",
     "monitoring": "Where numbers go.",
     "engine": "What runs the steps, on what.",
 }

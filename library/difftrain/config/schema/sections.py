@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from difftrain.config.schema.adapter import AdapterSection
 from difftrain.config.schema.data import (
     CacheSection,
     CaptionSection,
@@ -44,6 +45,7 @@ from difftrain.config.schema.section import Section
 from difftrain.config.schema.training import DeepSpeedSection, FsdpSection, OptimizerSection, TrainingSection
 
 __all__ = [
+    "AdapterSection",
     "CacheSection",
     "CaptionSection",
     "DataSection",
@@ -81,6 +83,7 @@ class TrainConfig(Section):
     """The whole resolved configuration of a training run."""
 
     model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     captions: CaptionSection = CaptionSection()
     cache: CacheSection = CacheSection()

@@ -162,10 +162,8 @@ KEYS: tuple[Row, ...] = (
     key("beta2_half_life", "optimizer", "?half_life",
         "samples in which the average of squared gradients halves: beta2 = 0.5 ^ (samples of a step / this)", "number"),
     # [adapter]
-    *(key(name, "adapter", f"?adapter.{name}", "adapters are not built yet: all weights are trained", "any") for name in (
-        "type", "rank", "alpha", "dropout", "dtype", "init_from_existing", "exclude_modules", "fuse_adapters",
-        "decompose_factor", "target_modules",
-    )),
+    near("dtype", "adapter", "", "an adapter's weights are kept in fp32 and compute in [model] dtype; save_dtype is that of exports",
+        "str", passes=("float32",)),
     # [optimization]
     key("activation_checkpointing", "optimization -", "?checkpointing",
         "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any", default=False),

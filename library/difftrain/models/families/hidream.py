@@ -56,8 +56,9 @@ class HiDream(ModelFamily):
     leaving = r"final_layer\b"
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
     needed = MappingProxyType({"transformer": ("patch_size", "caption_channels", "llama_layers")})
-    lora = Lora((
-        "to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t", "w1", "w2", "w3",
+    lora = Lora((  # not the routed experts, whose weights go into one product (device/experts.py)
+        "to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t",
+        *(f"{owner}.w{number}" for owner in ("shared_experts", "ff_t") for number in (1, 2, 3)),
     ))  # fmt: skip
     agree: tuple[Agree | Bound, ...] = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),

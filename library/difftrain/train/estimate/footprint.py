@@ -24,7 +24,7 @@ from difftrain.models.step_memory import step_peak
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
 from difftrain.train.estimate.communication import shard_size, spread_of
-from difftrain.train.saving import is_one_file, layout_of
+from difftrain.train.saving import is_one_file
 
 if TYPE_CHECKING:
     from difftrain.models.base import BaseFamily
@@ -355,9 +355,11 @@ def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_bat
     # sizes: an export holds the whole model, a checkpoint what is trained in fp32, with optimizer state and averages
     half = save.precision in ("fp16", "bf16")
     # a family that writes folders by itself links what is frozen into them
-    links = "save.model_as" in row_of(cfg).defaults and not is_one_file(layout_of(cfg))
+    links = "save.model_as" in row_of(cfg).defaults and not is_one_file(cfg)
     exported = [parts.root] if links else [parts.root, *parts.frozen.values()]
     numbers = [parameter for part in exported for parameter in part.parameters()]
+    if cfg.adapter.type is not None:  # alone, in up to four layouts
+        numbers = [parameter for parameter in parts.root.parameters() if parameter.requires_grad]
     export = sum(parameter.numel() * (HALF if half else parameter.element_size()) for parameter in numbers)
     averages = cfg.ema.enable + len(cfg.ema.profiles or ())
     checkpoint = moving * (FP32 + state_bytes(cfg, matrix_share(parts)) + FP32 * averages)

@@ -1,0 +1,84 @@
+"""The adapters of a run: from the root's tensors to the factors of each layer, and to files.
+
+LoRA is written in every layout that other programs read (models/weights/adapter_export.py); its relatives in PEFT's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.adapters import ADAPTER, FACTORED, KINDS, adapted_layers, is_adapter, ranks_of
+from difftrain.models.weights.adapter_files import LoraPair
+from difftrain.models.weights.folder_export import new_folder
+from difftrain.models.weights.writers import safetensors_writer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.contracts import Parts
+    from difftrain.models.base import BaseFamily
+
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_adapter(
+    family: BaseFamily, weights: Iterable[tuple[str, Tensor]], parts: Parts, path: Path, *, dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+) -> Path:  # fmt: skip
+    """Write the adapter of a run as a folder, whole or absent, and return it. weights: the root's, by plain name."""
+    section = family.cfg.adapter
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for full, value in weights:
+        part, _, name = full.partition(".")
+        if is_adapter(name):
+            tensors.setdefault(part, {})[name] = value
+    if section.type in FACTORED:
+        from difftrain.models.weights.adapter_export import write_adapter
+
+        return write_adapter(
+            family, pairs_of(family, tensors, parts), path, dtype=dtype, metadata=dict(metadata), name=path.name
+        )
+    with new_folder(path) as aside:
+        for part, named in tensors.items():
+            layers = list(adapted_layers(parts.root.get_submodule(part)))
+            folder = aside if part == family.denoiser else aside / family.folder(part)
+            folder.mkdir(exist_ok=True)
+            _write_peft(family, named, layers, folder, dtype, metadata)
+    return path
+
+
+def pairs_of(
+    family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], parts: Parts
+) -> dict[tuple[str, str], LoraPair]:
+    """Return the two factors of every layer with its alpha, by part and plain name."""
+    section, pairs = family.cfg.adapter, dict[tuple[str, str], LoraPair]()
+    for part, named in tensors.items():
+        layers = list(adapted_layers(parts.root.get_submodule(part)))
+        alphas = ranks_of(section, layers).alpha
+        for layer in layers:
+            keys = [f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB"]
+            a, b = (named[key] for key in keys)
+            pairs[part, layer] = LoraPair(keys, a, b, alphas[layer], section.use_rslora)
+    return pairs
+
+
+def _write_peft(
+    family: BaseFamily, tensors: Mapping[str, Tensor], layers: list[str], folder: Path, dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write what peft's own `save_pretrained` writes of one network."""
+    section = family.cfg.adapter
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": value for name, value in tensors.items()}
+    shapes = {name: (dtype or value.dtype, tuple(value.shape)) for name, value in named.items()}
+    with safetensors_writer(folder / PEFT_FILE, shapes, {"format": "pt", **metadata}) as writer:
+        for name, value in named.items():
+            writer.write(name, value)
+    config: dict[str, Any] = KINDS[section.type or ""].config(section, ranks_of(section, layers)).to_dict()
+    config |= {"target_modules": sorted(layers), "inference_mode": True}
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    (folder / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,156 @@
+"""Adapters in every family: nothing at first, the only thing that is trained, and counted as it is run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from families import Tiny, bucket_of, config, loaded, made, trained_once
+
+from difftrain.adapters import KINDS, adapted_layers, is_adapter, plain_name
+from difftrain.contracts import ConfigFault
+from difftrain.models.registry import FAMILIES, TRAINED
+
+# layers whose outputs are computed and thrown away: their gradient is there, and exactly zero
+SILENT = dict.fromkeys(
+    ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), r"\.1\.attn\.(add_q_proj|norm_added_q)\."
+) | {"sd3": r"\.2\.attn\.add_q_proj\."}
+LORA = {"type": "lora", "rank": 2}
+
+
+def adapted(name: str, adapter: dict[str, Any], **model: Any) -> Tiny:
+    return loaded(config(name, {"adapter": adapter}, **model))
+
+
+def step(tiny: Tiny, updates: int = 2) -> None:
+    """Train what is trained; the first update alone would leave a factor of a product without a gradient."""
+    weights = [each for each in tiny.parts.root.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.0)
+    for _ in range(updates):
+        optimizer.zero_grad(set_to_none=True)
+        tiny.loss().backward()
+        assert all(each.grad is not None for each in weights), "an adapter stands where no loss reaches"
+        optimizer.step()
+
+
+def test_an_adapter_is_nothing_at_first_and_then_all_that_moves(name: str, tiny: Tiny) -> None:
+    own = adapted(name, LORA)
+    plain = loaded(config(name))
+    trained_once(plain)  # a fresh model's zeros would silence adapters behind them
+    bases = {key: each for key, each in own.parts.root.named_parameters() if not is_adapter(key)}
+    for key, value in plain.parts.root.named_parameters():
+        bases[inside(own, key)].data.copy_(value.detach())
+    assert own.parts.base == set(bases) and not any(each.requires_grad for each in bases.values())
+
+    # --- nothing at first, to the bit
+    inputs = own.inputs()
+    with torch.no_grad():
+        before = own.family.forward(own.parts.root, inputs)[0]
+        assert torch.equal(before, plain.family.forward(plain.parts.root, inputs)[0])
+
+    # --- then it is all that moves, every weight of it
+    at_first = {key: each.detach().clone() for key, each in own.parts.root.named_parameters()}
+    step(own)
+    moved = {key for key, each in own.parts.root.named_parameters() if not torch.equal(each, at_first[key])}
+    silent = re.compile(SILENT.get(name, "nothing"))  # computed and thrown away
+    assert {key for key in moved if not silent.search(key)} == {
+        key for key in at_first if is_adapter(key) and not silent.search(key)
+    }
+
+
+def inside(tiny: Tiny, name: str) -> str:
+    """Return the name of a weight beside adapters."""
+    names = {plain_name(key): key for key, _ in tiny.parts.root.named_parameters()}
+    return names[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.nightly)])
+def test_every_kind_begins_as_nothing_and_learns(name: str, kind: str) -> None:
+    own, plain = adapted(name, {"type": kind} | ({} if kind == "ia3" else {"rank": 2})), loaded(config(name))
+    inputs = plain.inputs()
+    with torch.no_grad():
+        made_first = own.family.forward(own.parts.root, inputs)[0]
+        torch.testing.assert_close(made_first, plain.family.forward(plain.parts.root, inputs)[0], rtol=1e-5, atol=1e-5)
+    at_first = {key: each.detach().clone() for key, each in own.parts.root.named_parameters() if is_adapter(key)}
+    for each in own.parts.root.parameters():  # a fresh model's zeros would silence what is before them
+        if not each.any() and not each.requires_grad:
+            each.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(5))
+    step(own)
+    now = dict(own.parts.root.named_parameters())
+    assert at_first and all(not torch.equal(now[key], value) for key, value in at_first.items())
+
+
+def test_the_same_seed_draws_the_same_adapter_and_another_another() -> None:
+    first, again, other = (adapted("flux", LORA), adapted("flux", LORA), None)
+    other = loaded(config("flux", {"adapter": LORA, "training": {"seed": 2}}))
+    a, b, c = (
+        {key: each for key, each in tiny.parts.root.named_parameters() if ".lora_A." in key}
+        for tiny in (first, again, other)
+    )
+    assert a and all(torch.equal(a[key], b[key]) and not torch.equal(a[key], c[key]) for key in a)
+
+
+def test_encoders_that_are_trained_get_adapters_too() -> None:
+    own = adapted("sdxl", LORA, train_text_encoder=True)
+    parts = {key.partition(".")[0] for key, each in own.parts.root.named_parameters() if each.requires_grad}
+    assert parts == {"unet", "text_encoder_1", "text_encoder_2"}
+    layers = adapted_layers(own.parts.root.get_submodule("text_encoder_1"))
+    depth = own.parts.root.get_submodule("text_encoder_1").config.num_hidden_layers
+    assert not any(f"layers.{depth - 1}." in layer for layer in layers), (
+        "the last layer is not read: nothing is trained there"
+    )
+
+
+def test_words_choose_layers_and_their_ranks() -> None:
+    section = {
+        "type": "lora",
+        "rank": 4,
+        "target_modules": ("to_q", r"transformer_blocks\.\d+\.attn\.to_v"),
+        "exclude_modules": ("transformer_blocks.0.attn.to_q",),
+        "rank_pattern": {"to_v": 2},
+    }
+    own = adapted("flux", section)
+    layers = adapted_layers(own.net)
+    assert "transformer_blocks.0.attn.to_q" not in layers
+    assert {layer.rpartition(".")[2] for layer in layers} == {"to_q", "to_v"}
+    assert {layer.rpartition(".")[2] for layer in layers if layer.startswith("single_")} == {"to_q"}
+    ranks = {name: module.r["default"] for name, module in layers.items()}
+    assert all(rank == (2 if name.endswith("to_v") else 4) for name, rank in ranks.items())
+    assert all(module.scaling["default"] == 1.0 for module in layers.values()), "alpha is the rank of each layer"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "field", "says"),
+    [
+        ({"target_modules": ("to_qq",)}, "target_modules", "to_q"),
+        ({"exclude_modules": ("nowhere",)}, "exclude_modules", "nowhere"),
+        ({"rank_pattern": {"norm": 2}}, "rank_pattern", "norm"),
+        ({"rank": 4096}, "rank", "4096"),
+        ({"type": "oft", "rank": 7}, "rank", "7"),
+        ({"exclude_modules": (".*",)}, "exclude_modules", "no layer"),
+    ],
+)
+def test_what_no_layer_has_is_named_before_a_weight_is_read(adapter: dict[str, Any], field: str, says: str) -> None:
+    family = made(config("flux", {"adapter": LORA | adapter}))
+    with pytest.raises(ConfigFault) as refused:
+        family.load(meta=True)
+    (fault,) = refused.value.faults
+    assert field in fault.where and says in f"{fault.what} {fault.remedy}"
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_frozen_weights_need_no_gradient_and_are_not_counted(name: str) -> None:
+    whole, own = made(config(name)), made(config(name, {"adapter": LORA}))
+    bucket = bucket_of(name)
+    full, alone = (each.flops_per_sample(each.load(meta=True), bucket) for each in (whole, own))
+    assert 0.6 < alone / full < 0.85
+
+
+def test_every_family_that_trains_names_its_layers() -> None:
+    for name in TRAINED:
+        family = made(config(name, {"adapter": LORA}))
+        net = family.load(meta=True).root.get_submodule(FAMILIES[name].denoiser)
+        assert adapted_layers(net), name
