@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # what is trained beside a family's own weights, which are held then
 ADAPTERS: dict[str, dict[str, Any]] = {
     "flux-lora": {"type": "lora", "rank": 2},
-    "sdxl-lora": {"type": "lora", "rank": 2, "dropout": 0.25},
+    "sdxl-lora": {"type": "lora", "rank": 2},
 }
 ACCELERATE, OSS = {"training": {"engine": "accelerate"}}, {"optimizer": {"type": "oss"}}
 # ways to run over ranks -> their sections of a configuration
