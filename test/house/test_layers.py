@@ -29,7 +29,7 @@ LAYERS = [
     {"testing"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-ALLOWED = {("engine", "optim"), ("engine", "checkpoint")}
+ALLOWED = {("engine", "optim"), ("engine", "checkpoint"), ("models", "adapters")}
 # What configuration reads of a higher room: the families' rows and their type, from which choices, help, docs, defaults and
 # rules are derived before torch is imported. They stand on contracts and the standard library alone (tested below).
 ROWS = {"difftrain.models.registry", "difftrain.models.row"}
@@ -48,6 +48,7 @@ OPTIONAL = {
     "deepspeed": "engine",
     "fairscale": "engine",
     "accelerate": "engine",
+    "peft": "adapters",
     "bitsandbytes": "optim",
     "dadaptation": "optim",
     "lion_pytorch": "optim",
@@ -270,12 +271,12 @@ def test_no_engine_overrides_a_method_with_nothing() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# contracts are types only, testing is parts for tests, adapters is empty: the rest show the way through them
+# contracts are types only, testing is parts for tests: the rest show the way through them
 @pytest.mark.parametrize("room", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_a_room_opens_with_its_steps_and_names_what_exists(room: str) -> None:
     text = ast.get_docstring(parsed(PACKAGE / room / "__init__.py"), clean=False) or ""
     steps = [int(number) for number in re.findall(r"^ ?(\d)\. ", text, re.MULTILINE)]
-    assert steps == list(range(1, len(steps) + 1)) and (steps or room in ("adapters", "contracts", "testing"))
+    assert steps == list(range(1, len(steps) + 1)) and (steps or room in ("contracts", "testing"))
     known = {path.name for path in (PACKAGE / room).rglob("*.py")}
     named = set(re.findall(r"[\w.]+\.py\b", text))
     assert not named - known, f"{room}/__init__.py names what is not there: {sorted(named - known)}"

@@ -148,7 +148,7 @@ def put_in(net: nn.Module, section: AdapterSection, layers: Sequence[str], *, au
         param.requires_grad_(is_adapter(name) or grads.get(plain_name(name), False))
     for layer in adapted_layers(net).values():
         if autocast and hasattr(layer, "cast_input_dtype_enabled"):
-            layer.cast_input_dtype_enabled = False
+            vars(layer)["cast_input_dtype_enabled"] = False
 
 
 @torch.no_grad()

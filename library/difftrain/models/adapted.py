@@ -1,7 +1,4 @@
-"""The adapters of a run: from the root's tensors to the factors of each layer, and to files.
-
-LoRA is written in every layout that other programs read (models/weights/adapter_export.py); its relatives in PEFT's own.
-"""
+"""The adapters of a run, from the root's tensors to files."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.adapters import ADAPTER, FACTORED, KINDS, adapted_layers, is_adapter, ranks_of
-from difftrain.models.weights.adapter_files import LoraPair
+from difftrain.adapters import ADAPTER, KINDS, adapted_layers, is_adapter, ranks_of
 from difftrain.models.weights.folder_export import new_folder
 from difftrain.models.weights.writers import safetensors_writer
 
@@ -31,18 +27,11 @@ def export_adapter(
     metadata: Mapping[str, str],
 ) -> Path:  # fmt: skip
     """Write the adapter of a run as a folder, whole or absent, and return it. weights: the root's, by plain name."""
-    section = family.cfg.adapter
     tensors: dict[str, dict[str, Tensor]] = {}
     for full, value in weights:
         part, _, name = full.partition(".")
         if is_adapter(name):
             tensors.setdefault(part, {})[name] = value
-    if section.type in FACTORED:
-        from difftrain.models.weights.adapter_export import write_adapter
-
-        return write_adapter(
-            family, pairs_of(family, tensors, parts), path, dtype=dtype, metadata=dict(metadata), name=path.name
-        )
     with new_folder(path) as aside:
         for part, named in tensors.items():
             layers = list(adapted_layers(parts.root.get_submodule(part)))
@@ -50,21 +39,6 @@ def export_adapter(
             folder.mkdir(exist_ok=True)
             _write_peft(family, named, layers, folder, dtype, metadata)
     return path
-
-
-def pairs_of(
-    family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], parts: Parts
-) -> dict[tuple[str, str], LoraPair]:
-    """Return the two factors of every layer with its alpha, by part and plain name."""
-    section, pairs = family.cfg.adapter, dict[tuple[str, str], LoraPair]()
-    for part, named in tensors.items():
-        layers = list(adapted_layers(parts.root.get_submodule(part)))
-        alphas = ranks_of(section, layers).alpha
-        for layer in layers:
-            keys = [f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB"]
-            a, b = (named[key] for key in keys)
-            pairs[part, layer] = LoraPair(keys, a, b, alphas[layer], section.use_rslora)
-    return pairs
 
 
 def _write_peft(
