@@ -6,7 +6,6 @@ the identity.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ NO_WEIGHTS = "^$"  # a pattern of nothing
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Ranks and alphas of the layers that get an adapter, by their names."""
+class LayerRanks:
+    """LayerRanks and alphas of the layers that get an adapter, by their names."""
 
     rank: Mapping[str, int]
     alpha: Mapping[str, float]
@@ -41,7 +40,7 @@ class AdapterKind:
     """
 
     title: str
-    config: Callable[[AdapterSection, Ranks], Any]
+    config: Callable[[AdapterSection, LayerRanks], Any]
     zeros: str = NO_WEIGHTS
     ones: str = NO_WEIGHTS
     lengths: str = NO_WEIGHTS
@@ -54,18 +53,19 @@ def library() -> Any:
     """Import peft, which is held back until somebody trains an adapter. Raises ConfigFault where it is missing."""
     let_in("peft")
     try:
-        return importlib.import_module("peft")
+        import peft
     except ImportError as error:
         what = f"needs the package peft, which does not load: {error}"
         raise ConfigFault([Fault(option("adapter.type"), what, "pip install peft")]) from None
+    return peft
 
 
-def _names(ranks: Ranks) -> str:
+def _names(ranks: LayerRanks) -> str:
     """Return one regular expression of exactly these layers: peft takes a list's entries for ends of names, too."""
     return "|".join(map(re.escape, ranks.rank))
 
 
-def _by_layer(section: AdapterSection, ranks: Ranks) -> dict[str, Any]:
+def _by_layer(section: AdapterSection, ranks: LayerRanks) -> dict[str, Any]:
     """Return ranks and alphas as peft takes them: one of all, and others by the names of layers."""
     alpha = float(section.rank if section.alpha is None else section.alpha)
     return {
@@ -75,7 +75,7 @@ def _by_layer(section: AdapterSection, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _lora(section: AdapterSection, ranks: Ranks, *, dora: bool = False) -> Any:
+def _lora(section: AdapterSection, ranks: LayerRanks, *, dora: bool = False) -> Any:
     """LoRA: Hu et al. 2022, section 4.1. DoRA: Liu et al. 2024, equation 5."""
     return library().LoraConfig(
         target_modules=_names(ranks),
@@ -88,7 +88,7 @@ def _lora(section: AdapterSection, ranks: Ranks, *, dora: bool = False) -> Any:
     )
 
 
-def _lokr(section: AdapterSection, ranks: Ranks) -> Any:
+def _lokr(section: AdapterSection, ranks: LayerRanks) -> Any:
     """LoKr: Yeh et al. 2024 (LyCORIS), section 3.2."""
     return library().LoKrConfig(
         target_modules=_names(ranks),
@@ -100,7 +100,7 @@ def _lokr(section: AdapterSection, ranks: Ranks) -> Any:
     )
 
 
-def _oft(section: AdapterSection, ranks: Ranks) -> Any:
+def _oft(section: AdapterSection, ranks: LayerRanks) -> Any:
     """OFT: Qiu et al. 2023, section 3; rank is the number of blocks of a layer's rotation."""
     return library().OFTConfig(
         target_modules=_names(ranks),
@@ -111,7 +111,7 @@ def _oft(section: AdapterSection, ranks: Ranks) -> Any:
     )
 
 
-def _ia3(section: AdapterSection, ranks: Ranks) -> Any:
+def _ia3(section: AdapterSection, ranks: LayerRanks) -> Any:
     """(IA)3: Liu et al. 2022, section 3.3, on what leaves each layer."""
     return library().IA3Config(target_modules=_names(ranks), feedforward_modules=[], init_ia3_weights=False)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from difftrain.adapters.kinds import KINDS, AdapterKind, Ranks, library
+from difftrain.adapters.kinds import KINDS, AdapterKind, LayerRanks, library
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Fault
 from difftrain.diffusion.draws import key_of, normal
@@ -82,7 +82,7 @@ def _layers(net: nn.Module, kind: AdapterKind) -> list[str]:
     return [name for name, layer in net.named_modules() if isinstance(layer, kinds)]
 
 
-def ranks_of(section: AdapterSection, layers: Sequence[str]) -> Ranks:
+def ranks_of(section: AdapterSection, layers: Sequence[str]) -> LayerRanks:
     """Return rank and alpha of every layer; an alpha that nobody gives is the rank."""
     rank, alpha = {}, {}
     for name in layers:
@@ -91,7 +91,7 @@ def ranks_of(section: AdapterSection, layers: Sequence[str]) -> Ranks:
         word = matches(name, list(section.alpha_pattern))
         own = section.alpha if word is None else section.alpha_pattern[word]
         alpha[name] = float(rank[name] if own is None else own)
-    return Ranks(rank, alpha)
+    return LayerRanks(rank, alpha)
 
 
 def target_faults(net: nn.Module, section: AdapterSection, layers: Sequence[str], part: str) -> list[Fault]:

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.contracts import Parts
-    from difftrain.models.base import BaseFamily
+    from difftrain.models.description import Description
+    from difftrain.models.root import DenoiserRoot
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def export_adapter(
-    family: BaseFamily, weights: Iterable[tuple[str, Tensor]], parts: Parts, path: Path, *, dtype: torch.dtype | None,
+    family: Description, weights: Iterable[tuple[str, Tensor]], parts: Parts, path: Path, *, dtype: torch.dtype | None,
     metadata: Mapping[str, str],
 ) -> Path:  # fmt: skip
     """Write the adapter of a run as a folder, whole or absent, and return it. weights: the root's, by plain name."""
@@ -42,7 +43,7 @@ def export_adapter(
 
 
 def _write_peft(
-    family: BaseFamily, tensors: Mapping[str, Tensor], layers: list[str], folder: Path, dtype: torch.dtype | None,
+    family: Description, tensors: Mapping[str, Tensor], layers: list[str], folder: Path, dtype: torch.dtype | None,
     metadata: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Write what peft's own `save_pretrained` writes of one network."""
@@ -56,3 +57,16 @@ def _write_peft(
     config |= {"target_modules": sorted(layers), "inference_mode": True}
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     (folder / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+
+
+def adapter_notes(family: Description, root: DenoiserRoot) -> list[str]:
+    """Say which adapters are trained."""
+    section, notes = family.cfg.adapter, []
+    title = KINDS[section.type or "lora"].title
+    for part in family.in_root:
+        module = root.get_submodule(part)
+        if layers := adapted_layers(module):
+            count = sum(param.numel() for name, param in module.named_parameters() if is_adapter(name))
+            rank = f" of rank {section.rank}" if section.type != "ia3" else ""
+            notes.append(f"{title}{rank} in {len(layers)} layers of the {part}: {count:,} weights are trained")
+    return notes

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain import __version__
-from difftrain.adapters import KINDS, adapted_layers, is_adapter, target_faults
+from difftrain.adapters import target_faults
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Inputs, Parts, control_name
 from difftrain.models import passes, placeholder, speedups, vision
+from difftrain.models.adapted import adapter_notes
 from difftrain.models.description import Description, unread_text
 from difftrain.models.facts import Text
 from difftrain.models.objective import flow
@@ -424,19 +425,6 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
     for text in family.texts:
         if text.part in family.in_root:
             notes += _freeze_unread(text, root.get_submodule(text.part), family.reader(text))
-    return notes
-
-
-def adapter_notes(family: Description, root: DenoiserRoot) -> list[str]:
-    """Say which adapters are trained."""
-    section, notes = family.cfg.adapter, []
-    title = KINDS[section.type or "lora"].title
-    for part in family.in_root:
-        module = root.get_submodule(part)
-        if layers := adapted_layers(module):
-            count = sum(param.numel() for name, param in module.named_parameters() if is_adapter(name))
-            rank = f" of rank {section.rank}" if section.type != "ia3" else ""
-            notes.append(f"{title}{rank} in {len(layers)} layers of the {part}: {count:,} weights are trained")
     return notes
 
 

@@ -402,7 +402,7 @@ eval_datasets = [{name = "a", config = "b.toml", x = 1}]
 [trainning]
 x = 1
 [adapter]
-type = "lora"
+type = "lorra"
 """
 
 
@@ -417,7 +417,7 @@ def test_all_faults_at_once_with_file_table_and_nearest_key(here: Path) -> None:
         "foo": ["key"], "epochs": ["whole number", "'3'"], "[model] diffusers_pth": ["diffusers_path"],
         "[model] dtype": ["'bf17'", "bf16"], "[training] epoch": ["epochs"],
         "[optimization] warmup_steps": [f"contradicts {path} [training] warmup_steps"], "[save] save_every_n_steps": ["1", "0"],
-        "[eval] eval_datasets": ["key", "x"], "[trainning]": ["training"], "[adapter] type": ["adapters", "built"],
+        "[eval] eval_datasets": ["key", "x"], "[trainning]": ["training"], "[adapter] type": ["'lorra'", "lora"],
         "--output.output_dir": ["missing"], "--dataset": ["missing"],
         "--seed": ["--training.seed"], "'stray'": ["option"], "b.toml": ["file"],
     }  # fmt: skip

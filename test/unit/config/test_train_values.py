@@ -56,7 +56,8 @@ def examples(form: str) -> list[str]:
             return ["['a']"]
         return [f"[{', '.join(each)}]" for each in zip(*map(examples, parts))]
     if form.startswith("{name = "):
-        return [f"{{moments = {value!r}}}" for value in examples(form[len("{name = ") : -1])]
+        inner = form[len("{name = ") : -1]
+        return [f"{{moments = {value if inner in 'NX' else repr(value)}}}" for value in examples(inner)]
     return [form]
 
 

@@ -107,6 +107,7 @@ REQUIRED = {
     "tensorboard": "2.15",
     "tqdm": "4.66",
     "ftfy": "6.1",
+    "peft": "0.17",
 }
 OPTIONAL = {
     "wandb": "--log_with=wandb",
