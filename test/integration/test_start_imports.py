@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-LIBRARY = Path(__file__).parents[2] / "library"
+import warm
+from doors import Door, write_pictures
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "library"
 
 
 def test_describing_encoders_imports_no_class() -> None:
@@ -39,3 +44,36 @@ def test_sdxls_source_imports_no_class_of_an_encoder() -> None:
         "assert len(told) == 3 and not [name for name in sys.modules if name.endswith(ends)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_scipy_comes_in_where_it_is_called() -> None:
+    """Schedulers of diffusers import it for noise levels that few ask for; it takes a second of every start."""
+    code = (
+        "import sys\n"
+        "loaded = lambda: {name for name in sys.modules if name.startswith('scipy.') and name.count('.') == 1}\n"
+        "from diffusers import DPMSolverMultistepScheduler, LMSDiscreteScheduler\n"
+        "assert not loaded() & {'scipy.optimize', 'scipy.linalg', 'scipy.special'}, loaded()\n"
+        "made = DPMSolverMultistepScheduler(use_beta_sigmas=True)\n"
+        "made.set_timesteps(3)\n"
+        "assert made.sigmas.isfinite().all() and 'scipy.special' in loaded()\n"
+        "lms = LMSDiscreteScheduler()\n"
+        "lms.set_timesteps(3)\n"
+        "assert lms.get_lms_coefficient(1, 1, 0) < 0\n"
+        "import scipy.stats, scipy.integrate\n"
+        "assert scipy.stats.__file__ and scipy.integrate.__file__"
+    )
+    done = warm.completed([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_garbage_is_collected_again_before_the_first_step(tmp_path: Path) -> None:
+    door = Door(write_pictures(tmp_path / "pictures"), tmp_path / "cache")
+    code = (
+        f"import gc, sys; sys.path[:0] = [{str(ROOT)!r}, {str(LIBRARY)!r}]\n"
+        "from difftrain.cli.train import train_sdxl\n"
+        "from difftrain.train import run\n"
+        "run.train = lambda *_: print('collects', gc.isenabled(), gc.get_freeze_count() > 0) or sys.exit(0)\n"
+        "train_sdxl(sys.argv[1:])"
+    )
+    done = warm.completed([sys.executable, "-c", code, *door.flags(tmp_path / "out")], env={**os.environ, **door.env})
+    assert "collects True True" in done.stdout, done.stdout + done.stderr

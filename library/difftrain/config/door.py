@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from difftrain.config import arguments_file, open_files
-from difftrain.config.hidden_imports import hold_back
+from difftrain.config.hidden_imports import collect_again, hold_back, pause_collection
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.render.help import flag_help
 from difftrain.config.rules.finding import Rule
@@ -59,8 +59,12 @@ def enter(
             return 0
         parsed = read()
         hold_back()
-        print_notes(prog, parsed.notes)
-        return work(parsed)
+        pause_collection()  # until what the work imports is there
+        try:
+            print_notes(prog, parsed.notes)
+            return work(parsed)
+        finally:
+            collect_again()
 
     return guard(prog, inner)
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from difftrain.config.hidden_imports import hold_back
+from difftrain.config.hidden_imports import hold_back, pause_collection
 from difftrain.contracts.errors import DifftrainError
 from difftrain.demo.make import DEFAULT_FAMILY, KINDS
 from difftrain.demo.prepare import ALL, make, prepare
@@ -38,6 +38,7 @@ def main() -> int:
     # the CPU makes it: no NPU library is loaded, and waiting threads leave the cores to others
     hold_autoload()
     hold_back()
+    pause_collection()  # until a VAE is fitted
     calm_threads()
     hide_unusable_npu("cpu")
 

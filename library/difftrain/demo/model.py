@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.config import LossSection, ModelSection, TrainConfig, TrainingSection
+from difftrain.config.hidden_imports import collect_again
 from difftrain.data.media.media import decode
 from difftrain.demo import recipe, splits
 from difftrain.models.facts import Text
@@ -71,6 +72,7 @@ def _shrink(rgb: Tensor) -> Tensor:
 
 def fit_vae(vae: Any, pictures: Tensor, steps: int, log: Callable[[str], None]) -> None:
     """Fit the encoder in closed form and train the decoder; say how well it reconstructs pictures it has not seen."""
+    collect_again()
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(recipe.SEED))
     held_out, seen = pictures[order[:HELD_OUT]], pictures[order[HELD_OUT:]]
     started = time.monotonic()

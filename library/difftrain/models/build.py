@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from difftrain.config.hidden_imports import defer_scipy
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import patches
 
@@ -74,6 +75,7 @@ def class_of(kind: str) -> Any:
     """Import "library:Class", where a library may be a module of our own."""
     library, _, name = kind.partition(":")
     is_network = library != "transformers"  # of diffusers, or ours over its modules
+    defer_scipy()
     if is_network:
         patches.apply("diffusers")
     imported = vars(sys.modules[library]) if library in sys.modules else {}

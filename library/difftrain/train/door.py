@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from difftrain.config.door import print_notes
+from difftrain.config.hidden_imports import collect_again
 from difftrain.config.open_files import make_room
 from difftrain.config.parse_flags import Parsed
 from difftrain.config.paths import expecting
@@ -36,6 +37,7 @@ def look(parsed: Parsed) -> int:
             )
         if parsed.coming:  # the rest looks at what is not made yet
             return 0
+    collect_again()
     if parsed.debug_dataset:
         from difftrain.train.inspect import debug_dataset
 

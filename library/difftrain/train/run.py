@@ -17,6 +17,7 @@ import torch
 from difftrain import optim
 from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
+from difftrain.config.hidden_imports import collect_again
 from difftrain.config.reads import recorded, refuse_unread
 from difftrain.config.rules.pipeline import processes_fault
 from difftrain.config.schema.sections import CacheSection
@@ -121,6 +122,7 @@ def _run(
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
     check_device(cfg, device)
+    collect_again()  # nearly all is imported
     with ExitStack() as stack:
         notices = stack.enter_context(open_notices(launch.rank == 0))
         stack.enter_context(out_of_memory.explained(cfg, device, launch))

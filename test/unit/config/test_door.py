@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -14,7 +15,9 @@ import pytest
 from machine_kind import processor_s
 from refusals import is_about
 
-from difftrain.config import door
+from difftrain.config import TrainConfig, door
+from difftrain.config.hidden_imports import collect_again
+from difftrain.config.parse_flags import Parsed
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
 
@@ -165,3 +168,24 @@ def test_notes_are_said_by_one_rank(
         assert door.open_door("door", argv, lambda parsed, seen=seen: seen.append(parsed) or 0) == 0
         assert seen[0].config.training.attention == "xformers"
         assert capsys.readouterr().err.count("--xformers") == lines
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_until_the_work_has_imported_what_it_does(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def work(_: object) -> int:
+        seen.append(gc.isenabled())
+        if fails:
+            raise DataFault("no pictures")
+        frozen = gc.get_freeze_count()
+        collect_again()
+        seen.append(gc.isenabled() and gc.get_freeze_count() > frozen)
+        collect_again()  # once for each pause
+        return 0
+
+    monkeypatch.setattr(door, "hold_back", lambda: None)
+    code = door.enter("train.py", [], lambda: Parsed(TrainConfig(), (), {}, ()), work, str)
+    assert gc.isenabled() and bool(code) == fails and seen == ([False] if fails else [False, True])

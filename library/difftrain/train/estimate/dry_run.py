@@ -12,6 +12,7 @@ from torch import nn
 from difftrain.cache.request import cache_requests, caches_anything, duration_text, estimate_storage
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import datasets_of
+from difftrain.config.hidden_imports import collect_again
 from difftrain.config.paths import PendingFiles
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option
@@ -107,6 +108,7 @@ def dry_run(
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
+    collect_again()  # nearly all is imported
     where, notes = describe_run_directory(cfg, world), prompts_of(cfg).notes
     data = open_run_data(cfg, prepare(cfg, log=progress), family)
     plan, total = plan_run(_seeded(cfg), data, ranks)
