@@ -19,6 +19,10 @@ import difftrain
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("difftrain.cli.train:train", "train from a TOML file: --config FILE.toml"),
     "sdxl": ("difftrain.cli.train:train_sdxl", "train SDXL with the flags of kohya's sdxl_train.py"),
+    "sdxl_network": (
+        "difftrain.cli.train:train_sdxl_network",
+        "train a LoRA of SDXL with the flags of kohya's sdxl_train_network.py",
+    ),
     "sd3_light": ("difftrain.cli.train:train_sd3_light", "pretrain SD3-Light: train, with the type set"),
     "text_to_image": (
         "difftrain.cli.train:train_text_to_image",
@@ -56,7 +60,7 @@ _HEADINGS = {
 # names of our scripts, and words that other trainers have -> the command
 _MEANT = {
     "pretrain": "train", "finetune": "train", "fine-tune": "train", "run": "train", "sdxl_pretrain": "sdxl",
-    "sdxl_train": "sdxl", "sd3_light_pretrain": "sd3_light", "train_text_to_image": "text_to_image", "recipe": "recipes",
+    "sdxl_train": "sdxl", "sdxl_train_network": "sdxl_network", "train_network": "sdxl_network", "sd3_light_pretrain": "sd3_light", "train_text_to_image": "text_to_image", "recipe": "recipes",
     "configs": "recipes", "config": "recipes", "examples": "recipes", "sample": "generate", "infer": "generate",
     "inference": "generate", "convert": "export", "inspect": "dataset", "models": "families", "check": "doctor",
     "env": "doctor", "diff": "compare",

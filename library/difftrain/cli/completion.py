@@ -85,6 +85,7 @@ def flags_of_topics() -> dict[str, Flags]:
         "train": keys,
         "train_sd3_light": keys,
         "train_sdxl": _rows(FLAGS),
+        "train_sdxl_network": _rows(FLAGS),
         "train_text_to_image": _rows(text_to_image.FLAGS),
     }
     called = {name: target.partition(":")[2] for name, (target, _) in COMMANDS.items()}

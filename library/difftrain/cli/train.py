@@ -1,4 +1,4 @@
-"""The training commands: `difftrain train`, `sdxl`, `sd3_light` and `text_to_image`.
+"""The training commands: `difftrain train`, `sdxl`, `sdxl_network`, `sd3_light` and `text_to_image`.
 
 The scripts of sd_scripts_xl/ are these functions under their own names, so a script and its command are one entry point.
 """
@@ -36,6 +36,14 @@ def train_sdxl(argv: list[str], prog: str = "difftrain sdxl") -> int:
     from difftrain.config.door import open_door
 
     return open_door(prog, argv, _work(prog), RULES)
+
+
+def train_sdxl_network(argv: list[str], prog: str = "difftrain sdxl_network") -> int:
+    """Train an adapter of Stable Diffusion XL with the flags of kohya's sdxl_train_network.py; return the exit code."""
+    from difftrain.config.door import open_door
+    from difftrain.config.rules.adapter import needs_one
+
+    return open_door(prog, argv, _work(prog), (*RULES, needs_one))
 
 
 def train_text_to_image(argv: list[str], prog: str = "difftrain text_to_image") -> int:

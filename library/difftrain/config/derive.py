@@ -119,6 +119,24 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
     out.values["?batch_of"] = pairs
 
 
+def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Adapters to be added to the weights stand as tables in other trainers' files: {path, weight}."""
+    path = "adapter.fuse_adapters"
+    rows = out.values.get(path)
+    if not isinstance(rows, list | tuple) or not any(isinstance(row, dict) for row in rows):
+        return
+    words = []
+    for row in rows:
+        if not isinstance(row, dict):
+            words.append(row)
+        elif row.keys() - {"path", "weight"} or not isinstance(row.get("path"), str):
+            out.fault(path, f"{row!r} is no adapter", "{ path = 'FILE', weight = 1.0 }, or 'FILE:1.0'")
+            return
+        else:
+            words.append(f"{row['path']}:{row.get('weight', 1.0)}")
+    out.values[path] = words
+
+
 def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
     """What trained weights are kept in, and what is asked of frozen ones where none is frozen."""
     mixed = out.values.get("training.mixed_precision", "no")
@@ -278,6 +296,7 @@ _STEPS = (
     _warnings,
     _length,
     _batches,
+    _adapter,
     _precision,
     _optimizer,
     _rates,

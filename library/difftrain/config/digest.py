@@ -42,13 +42,14 @@ NAMED = frozenset({
     "model.init_from_config",
     "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "model.text_encoder4",
     "repa.encoder", "demo.folder",
-    "data.conditioning_dir", "data.in_json",
+    "data.conditioning_dir", "data.in_json", "adapter.init_from_existing",
 })  # fmt: skip
 # fields that came after version 0.5: at their default they are left out, so that its runs are known again
 ADDED = frozenset({
     "model.guidance", "model.train_only", "data.split", "data.max_samples", "loss.min_snr_plus_one", "ema.ramp",
     "adapter.type", "adapter.rank", "adapter.alpha", "adapter.use_rslora", "adapter.dropout", "adapter.target_modules",
     "adapter.exclude_modules", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.decompose_factor",
+    "adapter.init_from_existing", "adapter.fuse_adapters",
     "training.allow_tf32", "data.num_control", "data.control_columns", "data.control_dropout",
 })  # fmt: skip
 

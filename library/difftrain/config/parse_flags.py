@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import accelerate_environment, arguments_file, deepspeed_json, toml
+from difftrain.config import accelerate_environment, arguments_file, deepspeed_json, kohya_network, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer, judged
@@ -243,6 +243,7 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
 def _together(out: Resolution, layers: Sequence[Layer]) -> None:
     """Take DeepSpeed's JSON; epochs are kohya's, unless somebody says otherwise, or tars are read in sequence."""
     deepspeed_json.apply(out)
+    kohya_network.apply(out)
     sequential = out.values.get("data.tar_order") == "sequential"
     out.values.setdefault("data.epoch_batches", "whole" if sequential else "every")
 

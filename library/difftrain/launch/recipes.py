@@ -103,7 +103,12 @@ SDXL = {
 }
 RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}
 # an entry point's script in a checkout -> its command where the package is installed
-COMMANDS = {"sdxl_pretrain.py": "sdxl", "train.py": "train", "train_text_to_image.py": "text_to_image"}
+COMMANDS = {
+    "sdxl_pretrain.py": "sdxl",
+    "sdxl_train_network.py": "sdxl_network",
+    "train.py": "train",
+    "train_text_to_image.py": "text_to_image",
+}
 
 
 def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:

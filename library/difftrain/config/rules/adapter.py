@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from difftrain.config.paths import expanded
 from difftrain.config.rules.finding import Finding, Rule, value_of
 from difftrain.config.schema.adapter import AdapterSection
 from difftrain.config.schema.sections import TrainConfig
@@ -21,6 +23,7 @@ _ONLY = {
     "rank_pattern": ("lora", "dora", "lokr"),
     "alpha_pattern": ("lora", "dora", "lokr"),
     "decompose_factor": ("lokr",),
+    "init_from_existing": ("lora",),
 }
 
 
@@ -46,6 +49,14 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             except re.error as error:
                 what = f"{word!r} is neither the end of a name nor a regular expression: {error}"
                 yield Finding((f"adapter.{name}",), what, r"to_q, or .*\.attn\.to_(q|k)")
+    if section.init_from_existing and not Path(expanded(section.init_from_existing)).exists():
+        yield Finding(("adapter.init_from_existing",), f"no such file or folder: '{section.init_from_existing}'")
+    for word in section.fuse_adapters:
+        path, scale = scaled(word)
+        if not Path(expanded(path)).exists():
+            yield Finding(("adapter.fuse_adapters",), f"no such file or folder: '{path}'", "FILE, or FILE:SCALE")
+        elif scale is None:
+            yield Finding(("adapter.fuse_adapters",), f"{word!r} has no number behind its colon", "FILE:0.8")
 
     # --- what it cannot go with
     alone = "only the adapter is trained"
@@ -61,6 +72,24 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if "save.model_as" in requested:
         what = "has no effect: an adapter is exported in every layout that it has"
         yield Finding(("save.model_as", _TYPE), what, note=True)
+
+
+def needs_one(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """At kohya's entry point for networks one is trained."""
+    if cfg.adapter.type is None:
+        what = "is missing: this entry point trains an adapter"
+        yield Finding((_TYPE,), what, "--network_module=networks.lora; sdxl_pretrain.py trains all weights")
+
+
+def scaled(word: str) -> tuple[str, float | None]:
+    """Return path and scale of FILE[:SCALE]; None where what is behind the colon is no number."""
+    path, colon, text = word.rpartition(":")
+    if not colon or Path(expanded(word)).exists():
+        return word, 1.0
+    try:
+        return path, float(text)
+    except ValueError:
+        return (path, None) if Path(expanded(path)).exists() else (word, 1.0)
 
 
 def _is_set(cfg: TrainConfig, path: str) -> bool:

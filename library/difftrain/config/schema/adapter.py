@@ -36,3 +36,9 @@ class AdapterSection(Section):
     decompose_factor: Annotated[int, Field(ge=-1)] = Field(
         -1, description="of lokr: size of the left factor; -1: as near to a square as it goes"
     )
+    init_from_existing: str | None = Field(
+        None, description="adapter to go on from, in any layout that is read: of the same layers and ranks"
+    )
+    fuse_adapters: tuple[str, ...] = Field(
+        (), description="FILE[:SCALE]: adapters that are added to the model's weights before training"
+    )

@@ -12,7 +12,6 @@ from typing import Any
 from difftrain.config.spellings.row import Kind, Row
 
 _ONE_ATTENTION = "ignored: the fastest exact attention of the device is always used"
-_LORA = "adapters; full weights are trained here"
 
 
 def near(name: str, kind: Kind, to: str, help: str, **remaining: Any) -> Row:
@@ -319,18 +318,21 @@ OURS: tuple[Row, ...] = (
     Row("cpu_offload_checkpointing", "switch", "training.cpu_offload_checkpointing"),
     Row("fp8_base_unet", "switch", "model.fp8_frozen",
         "frozen layers of the UNet alone are held in 8 bits", sets="unet"),
-    later("network_module", "str", _LORA),
-    later("network_dim", "int", _LORA),
-    later("network_alpha", "float", _LORA),
-    later("network_weights", "str", _LORA),
-    later("network_dropout", "float", _LORA),
-    later("network_args", "strs", _LORA),
-    later("network_train_unet_only", "switch", f"{_LORA}: leave out --train_text_encoder"),
-    later("network_train_text_encoder_only", "switch", _LORA),
-    later("dim_from_weights", "switch", _LORA),
-    later("scale_weight_norms", "float", _LORA),
-    later("base_weights", "strs", _LORA),
-    later("base_weights_multiplier", "strs", _LORA),
+    Row("network_module", "str", "?network.module",
+        "train an adapter alone: networks.lora, or lycoris.kohya with --network_args algo=lora, lokr or ia3"),
+    Row("network_dim", "int", "?network.dim", "rank of the adapter (4)"),
+    Row("network_alpha", "float", "?network.alpha", "its product is weighed by this / rank (1)"),
+    Row("network_weights", "str", "adapter.init_from_existing"),
+    near("network_dropout", "float", "adapter.dropout",
+        "of an adapter's inputs, as in peft; in kohya's scripts of what comes out of its first factor"),
+    Row("network_args", "strs", "?network.args",
+        "conv_dim=N conv_alpha=X: convolutions get one too; block_dims=N,... block_alphas=X,...: of each of the 23 blocks; algo=NAME"),
+    Row("network_train_unet_only", "switch", "?network.unet_only", "text encoders get no adapter"),
+    Row("network_train_text_encoder_only", "switch", "?network.text_only", "the UNet gets none"),
+    Row("dim_from_weights", "switch", "?network.from_weights", "rank and alpha are those of {adapter.init_from_existing}"),
+    later("scale_weight_norms", "float", "bounds on the norm of an adapter's products"),
+    Row("base_weights", "strs", "?network.base", "adapters that are added to the model's weights before training"),
+    Row("base_weights_multiplier", "strs", "?network.base_scales", "their scales (1.0)"),
 )
 # fmt: on
 

@@ -164,9 +164,6 @@ KEYS: tuple[Row, ...] = (
     # [adapter]
     near("dtype", "adapter", "", "an adapter's weights are kept in fp32 and compute in [model] dtype; save_dtype is that of exports",
         "str", passes=("float32",)),
-    *(later(name, "adapter", "going on from an adapter's file is not built yet: a run goes on from its checkpoint") for name in (
-        "init_from_existing", "fuse_adapters",
-    )),
     # [optimization]
     key("activation_checkpointing", "optimization -", "?checkpointing",
         "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any", default=False),
