@@ -48,9 +48,7 @@ def lora_of(tiny: Tiny) -> dict[str, torch.Tensor]:
 
 
 def merged(tiny: Tiny, path: Path, scale: float = 1.0) -> str:
-    family = tiny.family
-    choice = AdapterChoice(path, scale, "--adapter")
-    return merge_adapter(choice, family.row.pipeline, modules_of(tiny), family.folder(family.denoiser))
+    return merge_adapter(AdapterChoice(path, scale, "--adapter"), tiny.family, modules_of(tiny))
 
 
 ADAPTED = [name for name in TRAINED if hasattr(getattr(diffusers, FAMILIES[name].pipeline, None), "load_lora_weights")]

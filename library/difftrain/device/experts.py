@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def routed(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
     """Sum what the chosen experts make of each token. Shapes: x (T, D), weights and chosen (T, K) -> (T, D)."""
     dtype = _computed_in(x)
-    if not _is_grouped(x, dtype):
+    if not _is_grouped(x, dtype) or _are_adapted(experts):
         return _all_of_all(x, weights, chosen, experts)
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # by expert, tokens of one as they come
@@ -42,6 +42,11 @@ def _computed_in(x: Tensor) -> torch.dtype:
 def _is_grouped(x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether there is a grouped product: not on an NPU, and to compilers torch 2.13 gives that of bf16 alone."""
     return x.device.type != "npu" and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+
+
+def _are_adapted(experts: nn.ModuleList) -> bool:
+    """Tell whether layers of experts are wrapped, as PEFT does: a product of their weights alone would leave adapters out."""
+    return any(hasattr(layer, "base_layer") for expert in experts for layer in expert.children())
 
 
 def _of_groups(x: Tensor, ends: Tensor, experts: nn.ModuleList) -> Tensor:

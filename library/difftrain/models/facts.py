@@ -149,11 +149,16 @@ class Lora:
     """Where adapters go by default: leaves of the names of linear layers inside the blocks.
 
     comfy: prefix of ComfyUI's keys. original: these are spelt as in the original layout, else as in diffusers'.
+    layers: a table of ComfyUI's names (see weights/keys.py), for a family whose original layout has no table.
+    kohya: whose names of layers kohya's scripts spell with underscores: "diffusers", "original"; none: they have no such
+    family of UNets.
     """
 
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     comfy: str = "diffusion_model."
     original: bool = True
+    layers: str = ""
+    kohya: Literal["", "diffusers", "original"] = ""
 
 
 @dataclass(frozen=True)

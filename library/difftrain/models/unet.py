@@ -56,6 +56,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
     own_skip: ClassVar[int]
     native: ClassVar[int] = 64
     vae_scales = None
+    lora = Lora(kohya="diffusers")
     draws_trained_size = False  # a prompt without a size is drawn with the model's own, up to 512 (kohya)
     named_hashes = True
     widens_text = False

@@ -32,7 +32,9 @@ class AuraFlow(ModelFamily):
     counts = ("pos_embed_max_size",)
     zero = r"(norm1|norm1_context|norm_out)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 0.13025, "norm_num_groups": 32})
-    lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "linear_1", "linear_2", "out_projection"), original=False)
+    lora = Lora(
+        ("to_q", "to_k", "to_v", "to_out.0", "linear_1", "linear_2", "out_projection"), "transformer.", original=False
+    )
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),

@@ -29,6 +29,20 @@ TEMPLATE = (
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>"
 )
 
+# layers that adapters go to, as ComfyUI names them: it runs this transformer with the blocks of its HunyuanVideo
+_COMFY_LAYERS = """
+transformer_blocks.{}.attn.to_q + transformer_blocks.{}.attn.to_k + transformer_blocks.{}.attn.to_v = double_blocks.{}.img_attn.qkv
+transformer_blocks.{}.attn.add_q_proj + transformer_blocks.{}.attn.add_k_proj + transformer_blocks.{}.attn.add_v_proj = double_blocks.{}.txt_attn.qkv
+transformer_blocks.{}.attn.to_out.0 = double_blocks.{}.img_attn.proj
+transformer_blocks.{}.attn.to_add_out = double_blocks.{}.txt_attn.proj
+transformer_blocks.{}.ff.net.0.proj = double_blocks.{}.img_mlp.0
+transformer_blocks.{}.ff.net.2 = double_blocks.{}.img_mlp.2
+transformer_blocks.{}.ff_context.net.0.proj = double_blocks.{}.txt_mlp.0
+transformer_blocks.{}.ff_context.net.2 = double_blocks.{}.txt_mlp.2
+single_transformer_blocks.{}.attn.to_q + single_transformer_blocks.{}.attn.to_k + single_transformer_blocks.{}.attn.to_v + single_transformer_blocks.{}.proj_mlp = single_blocks.{}.linear1
+single_transformer_blocks.{}.proj_out = single_blocks.{}.linear2
+"""
+
 
 class HunyuanImage(Flux):
     """The facts of a HunyuanImage model: a guidance is told as to Flux, and all else is its own."""
@@ -49,7 +63,7 @@ class HunyuanImage(Flux):
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
-    ), original=False)  # fmt: skip
+    ), layers=_COMFY_LAYERS)  # fmt: skip
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),

@@ -1,7 +1,7 @@
 """Adapters (LoRA) of files, merged into the weights of a model: W + scale alpha / rank B A, in fp32.
 
-1. Layouts are diffusers' business: `lora_state_dict` of the family's pipeline class brings kohya's and others to its own
-   names. What PEFT writes by itself is renamed before.
+1. Names of the layouts that are written here are looked up (adapter_layouts.py); what has others goes through
+   `lora_state_dict` of the family's pipeline class, which brings them to diffusers' own.
 2. Every pair of factors finds the layer that it is for; whatever finds none is named, and nothing is changed then.
 3. The product is added to the layer's weight. Source: Hu et al. 2022, LoRA, section 4.1; rsLoRA: alpha / sqrt(rank).
 """
@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.weights.adapter_layouts import PEFT_PREFIX, AdapterLayouts, LayerKey, LoraPair
 from difftrain.models.weights.files import opened, read_json
 from difftrain.models.weights.infer import adapter_looks_like, looks_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_PEFT = "base_model.model."  # before the names of a file that PEFT wrote by itself
-_PEFT_FILE, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-_ABOUT = "lora_adapter_metadata"  # of a header of diffusers: settings of each part, "unet.lora_alpha"
+    from difftrain.models.base import BaseFamily
+
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+SETTINGS = "lora_adapter_metadata"  # of a header of diffusers: settings of each part, "unet.lora_alpha"
 # methods whose files are no plain products of two factors: a pattern of their keys, and what people call them
 _OTHERS = (
     (r"\.dora_scale$|lora_magnitude_vector", "DoRA"),
@@ -57,81 +58,93 @@ class AdapterChoice:
     flag: str
 
 
-@dataclass
-class LoraPair:
-    """The two factors of one layer, and what the product is multiplied with beside the scale."""
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter's file holds. path: of the file. keys: of its tensors. looks_like: the model that it is for."""
 
+    path: Path
+    pairs: dict[LayerKey, LoraPair]
     keys: list[str]
-    a: Tensor | None = None
-    b: Tensor | None = None
-    alpha: float | None = None
-    root: bool = False  # rsLoRA
+    looks_like: str = ""
 
-    def delta(self, shape: torch.Size) -> Tensor | None:
-        """Return alpha / rank B A in the layer's shape, fp32; None where it does not fit."""
-        if self.a is None or self.b is None:
-            return None
-        a, b = self.a.float().flatten(1), self.b.float().flatten(1)
-        rank = a.shape[0]
-        if b.shape[1] != rank or (b.shape[0], a.shape[1]) != (shape[0], math.prod(shape[1:])):
-            return None
-        factor = (rank if self.alpha is None else self.alpha) / (math.sqrt(rank) if self.root else rank)
-        return (factor * (b @ a)).reshape(shape)
+
+def read_adapter(choice: AdapterChoice, family: BaseFamily) -> Adapter:
+    """Read an adapter of any layout, sorted by folder and layer (see adapter_layouts). Raises ConfigFault.
+
+    A layer that the model has not is among the pairs: whoever uses them has to look (see unfit).
+    """
+    path = _file(choice)
+    layouts = AdapterLayouts(family)
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, str] = {}
+    about: dict[str, Any] = {}
+    for folder, part_path in _files(path, layouts).items():
+        file = opened(part_path, choice.flag)
+        shapes = file.shapes()
+        _refuse_others(choice, part_path, shapes)
+        about |= _settings(part_path, file.metadata, folder)
+        header |= file.metadata
+        for key in shapes:  # those of a text encoder by the names of its folder
+            name = f"{folder}.{key.removeprefix(PEFT_PREFIX)}" if folder != layouts.denoiser else key
+            tensors[name] = file.get(key)
+    pairs = layouts.sorted(tensors, header)
+    if pairs is not None:
+        _strengthen(pairs, about)
+    else:
+        pairs = _by_diffusers(choice, path, tensors, layouts, about)
+    looks = adapter_looks_like({key: tuple(value.shape) for key, value in tensors.items()})
+    return Adapter(path, pairs, list(tensors), looks)
+
+
+def unfit(choice: AdapterChoice, adapter: Adapter, keys: Iterable[str]) -> ConfigFault:
+    """Say that an adapter is another model's. keys: of its tensors that have no layer; none of them, where there is none."""
+    named = list(dict.fromkeys(keys)) or adapter.keys
+    what = f"{adapter.path} does not fit this model: {len(named)} of its {len(adapter.keys)} tensors have no layer here"
+    whose = f"; it looks like {adapter.looks_like}'s" if adapter.looks_like else ""
+    what = f"{what}, {', '.join(named[:3])} first{whose}"
+    return ConfigFault([Fault(choice.flag, what, "give an adapter of this family and size")])
 
 
 @torch.no_grad()
-def merge_adapter(choice: AdapterChoice, pipeline: str, modules: Mapping[str, nn.Module], denoiser: str) -> str:
+def merge_adapter(choice: AdapterChoice, family: BaseFamily, modules: Mapping[str, nn.Module]) -> str:
     """Add an adapter to the weights of modules and return a sentence that says what it changed.
 
-    pipeline: diffusers' class of the family. modules: by their folders in its layout, which are the first part of its
-    names; denoiser: one of them. Raises ConfigFault, changing nothing, where it does not fit.
+    modules: by their folders in the family's layout, which are the first part of diffusers' names. Raises ConfigFault,
+    changing nothing, where it does not fit.
     """
-    path = _file(choice)
-    file = opened(path, choice.flag)
-    keys = list(file.shapes())
-    _refuse_others(choice, path, keys, file.shapes())
-    about = _settings(path, file.metadata, denoiser)
-    pairs = _pairs(choice, path, {key: file.get(key) for key in keys}, pipeline, modules, denoiser, about)
+    adapter = read_adapter(choice, family)
 
     # --- every product, before one is added: an adapter of another model changes nothing
     layers: dict[int, tuple[nn.Module, Tensor]] = {}
-    unfit: list[str] = []
-    for (folder, name), pair in pairs.items():
-        layer = _layer(modules[folder], name) if folder in modules else None
+    homeless: list[str] = []
+    for (folder, name), pair in adapter.pairs.items():
+        layer = find_layer(modules[folder], name) if folder in modules else None
         weight = getattr(layer, "weight", None)
         delta = pair.delta(weight.shape) if isinstance(weight, torch.Tensor) else None
         if layer is None or delta is None:
-            unfit += pair.keys
+            homeless += pair.keys
         elif not torch.isfinite(delta).all():
-            what = f"{path} holds weights that are no numbers: {', '.join(pair.keys)}"
+            what = f"{adapter.path} holds weights that are no numbers: {', '.join(pair.keys)}"
             raise ConfigFault([Fault(choice.flag, what, "take an earlier save of the adapter")])
         else:
             layers[id(layer)] = (layer, delta if id(layer) not in layers else layers[id(layer)][1] + delta)
-    if unfit or not layers:
-        shown = ", ".join((unfit or keys)[:3])
-        what = (
-            f"{path} does not fit this model: {len(unfit) or len(keys)} of its {len(keys)} tensors have no layer here"
-        )
-        looks = adapter_looks_like(file.shapes())
-        whose = f"; it looks like {looks}'s" if looks else ""
-        raise ConfigFault(
-            [Fault(choice.flag, f"{what}, {shown} first{whose}", "give an adapter of this family and size")]
-        )
+    if homeless or not layers:
+        raise unfit(choice, adapter, homeless)
 
     # --- added in fp32, rounded once to what the layer is held in
     for layer, delta in layers.values():
         weight = layer.get_parameter("weight")
         weight.copy_((weight.float() + choice.scale * delta.to(weight.device)).to(weight.dtype))
-    return f"adapter {path.name} at scale {choice.scale:g}: {len(layers)} layers"
+    return f"adapter {adapter.path.name} at scale {choice.scale:g}: {len(layers)} layers"
 
 
 def _file(choice: AdapterChoice) -> Path:
     """Return the file of an adapter; of a folder the one that diffusers or PEFT wrote. Raises ConfigFault."""
     path = choice.path.expanduser()
     if path.is_dir():
-        inside = [path / name for name in (_DIFFUSERS_FILE, _PEFT_FILE) if (path / name).is_file()]
+        inside = [path / name for name in (DIFFUSERS_FILE, PEFT_FILE) if (path / name).is_file()]
         if not inside:
-            what = f"{path} has neither {_DIFFUSERS_FILE} nor {_PEFT_FILE}"
+            what = f"{path} has neither {DIFFUSERS_FILE} nor {PEFT_FILE}"
             raise ConfigFault([Fault(choice.flag, what, "give the adapter's file")])
         return inside[0]
     if not path.is_file():
@@ -139,10 +152,19 @@ def _file(choice: AdapterChoice) -> Path:
     return path
 
 
-def _refuse_others(
-    choice: AdapterChoice, path: Path, keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _files(path: Path, layouts: AdapterLayouts) -> dict[str, Path]:
+    """Return the files of an adapter by the folder of the part that they are for, the denoiser's first.
+
+    PEFT has a file for a module: those of text encoders lie in folders beside it.
+    """
+    beside = {folder: path.parent / folder / PEFT_FILE for folder in layouts.text_folders()}
+    more = {folder: file for folder, file in beside.items() if path.name == PEFT_FILE and file.is_file()}
+    return {layouts.denoiser: path, **more}
+
+
+def _refuse_others(choice: AdapterChoice, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Name what is no LoRA. Raises ConfigFault."""
+    keys = list(shapes)
     for pattern, name in _OTHERS:
         if any(re.search(pattern, key) for key in keys):
             remedy = "merge it with the tool that made it, and give the merged weights"
@@ -152,71 +174,79 @@ def _refuse_others(
         raise ConfigFault([Fault(choice.flag, what, "whole models are given as --weights")])
 
 
-def _settings(path: Path, header: Mapping[str, str], denoiser: str) -> dict[str, Any]:
+def _settings(path: Path, header: Mapping[str, str], folder: str) -> dict[str, Any]:
     """Return what is said of ranks and alphas beside the tensors, by "folder.setting"."""
     try:
-        about = json.loads(header.get(_ABOUT, "{}"))
+        about = json.loads(header.get(SETTINGS, "{}"))
     except (ValueError, RecursionError):
         about = {}
-    beside = read_json(path.with_name(_PEFT_CONFIG)) if path.name == _PEFT_FILE else {}
-    return (about if isinstance(about, dict) else {}) | {f"{denoiser}.{name}": value for name, value in beside.items()}
+    beside = read_json(path.with_name(PEFT_CONFIG)) if path.name == PEFT_FILE else {}
+    return (about if isinstance(about, dict) else {}) | {f"{folder}.{name}": value for name, value in beside.items()}
 
 
-def _pairs(
-    choice: AdapterChoice,
-    path: Path,
-    tensors: dict[str, Tensor],
-    pipeline: str,
-    modules: Mapping[str, nn.Module],
-    denoiser: str,
-    about: Mapping[str, Any],
-) -> dict[tuple[str, str], LoraPair]:
-    """Sort an adapter's tensors by folder and layer. Raises ConfigFault where diffusers cannot read it."""
+def _strengthen(pairs: Mapping[LayerKey, LoraPair], about: Mapping[str, Any]) -> None:
+    """Say how strong pairs are whose tensors do not say it, by what their file says of itself."""
+    for (folder, layer), pair in pairs.items():
+        if pair.alpha is None:
+            pair.root = bool(about.get(f"{folder}.use_rslora"))
+            patterns = about.get(f"{folder}.alpha_pattern") or {}
+            own = patterns.get(f"^{layer}")
+            if own is None:
+                own = next(
+                    (alpha for name, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", layer)), None
+                )
+            pair.alpha = own if own is not None else about.get(f"{folder}.lora_alpha")
+
+
+# --- layouts that diffusers reads and adapter_layouts does not name
+
+
+def _by_diffusers(
+    choice: AdapterChoice, path: Path, tensors: dict[str, Tensor], layouts: AdapterLayouts, about: Mapping[str, Any]
+) -> dict[LayerKey, LoraPair]:
+    """Sort an adapter's tensors as diffusers names them. Raises ConfigFault where it cannot read them."""
     # --- keys of PEFT and of kohya as diffusers has them
     tensors = {
-        f"{denoiser}.{key.removeprefix(_PEFT)}" if key.startswith(_PEFT) else key: value
+        f"{layouts.denoiser}.{key.removeprefix(PEFT_PREFIX)}" if key.startswith(PEFT_PREFIX) else key: value
         for key, value in tensors.items()
     }
-    named, alphas = _as_diffusers(choice, path, tensors, pipeline, modules[denoiser])
+    pipeline = layouts.family.row.pipeline
+    named, alphas = _as_diffusers(choice, path, tensors, pipeline, layouts.module(layouts.denoiser))
 
     # --- the two matrices of each layer
-    pairs: dict[tuple[str, str], LoraPair] = {}
+    pairs: dict[LayerKey, LoraPair] = {}
     for key, value in named.items():
         if key.endswith(".alpha"):
             alphas[key] = float(value)
             continue
         layer_key, side = _placed(key)
-        pair = pairs.setdefault(layer_key, LoraPair([]))
+        pair = pairs.setdefault(layer_key, LoraPair())
         pair.keys.append(key)
         if side == "A":
             pair.a = value
         elif side == "B":
             pair.b = value
 
-    # --- how strong each is: by what the file says of itself, then by its own tensors
-    for (folder, layer), pair in pairs.items():
-        pair.root = bool(about.get(f"{folder}.use_rslora"))
-        patterns = about.get(f"{folder}.alpha_pattern") or {}
-        own = next((alpha for name, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", layer)), None)
-        pair.alpha = own if own is not None else about.get(f"{folder}.lora_alpha")
+    # --- how strong each is: by its own tensors, then by what the file says of itself
     for key, alpha in alphas.items():
         layer_key, _ = _placed(key.removesuffix(".alpha"))
         if layer_key not in pairs:
             layer_key, _ = _placed(f"{key.removesuffix('.alpha')}.lora_A.weight")
         if layer_key in pairs:
             pairs[layer_key].alpha = alpha
+    _strengthen(pairs, about)
     return pairs
 
 
 def _as_diffusers(
     choice: AdapterChoice, path: Path, tensors: dict[str, Tensor], pipeline: str, net: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Give tensors diffusers' own names, and the alphas that lie among them."""
+    """Give tensors diffusers' own names, and the alphas that lie among them; without a converter they keep theirs."""
     import diffusers
 
-    loader: Any = getattr(diffusers, pipeline)
+    loader: Any = getattr(diffusers, pipeline, None)
     if not hasattr(loader, "lora_state_dict"):
-        raise ConfigFault([Fault(choice.flag, f"{pipeline} takes no adapters", "give merged weights")])
+        return tensors, {}
     options = {"unet_config": net.config} if "unet" in str(getattr(loader, "_lora_loadable_modules", ())) else {}
     try:
         made = loader.lora_state_dict(dict(tensors), **options)
@@ -248,7 +278,7 @@ def _placed(key: str) -> tuple[tuple[str, str], str]:
     return (folder, remaining), ""
 
 
-def _layer(module: nn.Module, name: str) -> nn.Module | None:
+def find_layer(module: nn.Module, name: str) -> nn.Module | None:
     """Find a layer by its name; text encoders have been called with a prefix and without."""
     inside = dict(module.named_modules())
     return inside.get(name) or inside.get(name.removeprefix("text_model.")) or inside.get(f"text_model.{name}")

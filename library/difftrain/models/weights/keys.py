@@ -108,7 +108,7 @@ class KeyMap:
             value = tensor[piece.start : piece.start + _stored_shape(piece, shape)[0]]
         if piece.form == "conv":
             value = value.reshape(shape)
-        return _swapped(value.T if piece.form == "transposed" else value, piece.halves)
+        return swapped(value.T if piece.form == "transposed" else value, piece.halves)
 
     def collected(self, name: str, value: Tensor, waiting: dict[str, Tensor]) -> Tensor | None:
         """Take a tensor of ours; return theirs once all that it holds have come, which wait until then."""
@@ -130,7 +130,7 @@ class KeyMap:
 
     def _stored(self, name: str, value: Tensor) -> Tensor:
         piece = self.pieces[name]
-        value = _swapped(value, piece.halves)
+        value = swapped(value, piece.halves)
         if piece.form == "conv":
             return value[:, :, None, None]
         return value.T.contiguous() if piece.form == "transposed" else value
@@ -142,7 +142,8 @@ def _stored_shape(piece: KeyPiece, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if piece.form == "transposed" else shape
 
 
-def _swapped(value: Tensor, halves: bool) -> Tensor:
+def swapped(value: Tensor, halves: bool) -> Tensor:
+    """Swap the two halves of dim 0, or return a tensor as it is."""
     import torch
 
     return torch.cat(value.chunk(2)[::-1]) if halves else value

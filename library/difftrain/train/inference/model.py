@@ -100,7 +100,7 @@ def load_model(
         for part in family.parts
     }
     for choice in adapters:
-        model.notes.append(merge_adapter(choice, family.row.pipeline, modules, family.folder(family.denoiser)))
+        model.notes.append(merge_adapter(choice, family, modules))
     if adapters:
         model.about["adapters"] = [{"file": adapter.path.name, "scale": adapter.scale} for adapter in adapters]
 
