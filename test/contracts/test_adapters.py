@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import Tiny, bucket_of, config, loaded, made, trained_once
+from families import Tiny, bucket_of, config, exported, loaded, made, trained_once
 
 from difftrain.adapters import KINDS, adapted_layers, is_adapter, plain_name
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 from difftrain.models.registry import FAMILIES, TRAINED
 
@@ -154,3 +156,65 @@ def test_every_family_that_trains_names_its_layers() -> None:
         family = made(config(name, {"adapter": LORA}))
         net = family.load(meta=True).root.get_submodule(FAMILIES[name].denoiser)
         assert adapted_layers(net), name
+
+
+# ---------------------------------------------------------------- from files and to them
+
+
+@pytest.fixture(scope="module", params=["flux", "sdxl"])
+def exported_lora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
+    """A LoRA whose weights are no zeros, as a run exports it: alpha is no rank, and one layer has another rank."""
+    name = request.param
+    section = LORA | {"alpha": 3.0, "rank_pattern": {"to_v": 3}}
+    own = adapted(name, section, **({"train_text_encoder": True} if name == "sdxl" else {}))
+    trained_once(own)
+    folder = tmp_path_factory.mktemp(name) / "mine"
+    return own, exported(own, folder)
+
+
+def test_an_export_goes_on_as_it_was(exported_lora: tuple[Tiny, Path]) -> None:
+    own, folder = exported_lora
+    model = {"train_text_encoder": True} if own.family.name == "sdxl" else {}
+    section = LORA | {"alpha": 3.0, "rank_pattern": {"to_v": 3}, "init_from_existing": str(folder)}
+    again = adapted(own.family.name, section, **model)
+    stored = dict(own.parts.root.named_parameters())
+    names = [key for key in stored if is_adapter(key)]
+    assert names and all(torch.equal(again.parts.root.get_parameter(key), stored[key]) for key in names)
+
+    # --- with another alpha the product is the same
+    other = adapted(own.family.name, section | {"alpha": 6.0}, **model)
+    for mine, theirs in ((own, other),):
+        with torch.no_grad():
+            for key, value in mine.parts.root.named_parameters():
+                if not is_adapter(key):
+                    theirs.parts.root.get_parameter(key).copy_(value)
+            inputs = mine.inputs()
+            made = [each.family.forward(each.parts.root, inputs)[0] for each in (mine, theirs)]
+        torch.testing.assert_close(*made, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_fused_is_what_was_beside(exported_lora: tuple[Tiny, Path]) -> None:
+    own, folder = exported_lora
+    model = {"train_text_encoder": True} if own.family.name == "sdxl" else {}
+    plain = adapted(own.family.name, LORA, **model)
+    fused = adapted(own.family.name, LORA | {"fuse_adapters": (f"{folder}:0.5", f"{folder}:0.5")}, **model)
+    with torch.no_grad():  # the export's own base is another: its zeros were made into others
+        for key, value in plain.parts.root.named_parameters():
+            if not is_adapter(key):
+                own.parts.root.get_parameter(key).copy_(value)
+        inputs = own.inputs()
+        made = [each.family.forward(each.parts.root, inputs)[0] for each in (own, fused)]
+        assert not torch.allclose(made[0], plain.family.forward(plain.parts.root, inputs)[0])
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
+    assert fused.parts.base_fingerprints != plain.parts.base_fingerprints
+
+
+@pytest.mark.parametrize(("change", "says"), [({"rank": 4}, "rank 2"), ({"target_modules": ("to_q",)}, "gets none")])
+def test_an_adapter_of_other_layers_or_ranks_is_named(
+    exported_lora: tuple[Tiny, Path], change: dict[str, Any], says: str
+) -> None:
+    own, folder = exported_lora
+    with pytest.raises(ConfigFault) as refused:
+        adapted(own.family.name, LORA | change | {"init_from_existing": str(folder)})
+    (fault,) = refused.value.faults
+    assert fault.where == option("adapter.init_from_existing") and says in fault.what and str(folder) in fault.what

@@ -94,11 +94,13 @@ def ranks_of(section: AdapterSection, layers: Sequence[str]) -> LayerRanks:
     return LayerRanks(rank, alpha)
 
 
-def target_faults(net: nn.Module, section: AdapterSection, layers: Sequence[str], part: str) -> list[Fault]:
-    """Find words that mean no layer of a part, and ranks that a layer has not. net: without weights."""
+def target_faults(
+    net: nn.Module, section: AdapterSection, layers: Sequence[str], part: str, others: Sequence[str] = ()
+) -> list[Fault]:
+    """Find words that mean no layer, and ranks that a layer has not. net: without weights; others: layers of other parts."""
     kind, known, problems = KINDS[section.type or "lora"], _layers(net, KINDS[section.type or "lora"]), []
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        among = known if field.endswith("modules") else layers
+        among = [*(known if field.endswith("modules") else layers), *others]
         for word in getattr(section, field):
             if not any(matches(name, [word]) for name in among):
                 problems.append(

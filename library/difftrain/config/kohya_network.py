@@ -96,7 +96,8 @@ def _arguments(out: Resolution, words: Any) -> dict[str, str]:
         key, equals, value = str(word).partition("=")
         if not equals:
             out.fault("?network.args", f"must be key=value, got {word!r}", "conv_dim=4 conv_alpha=1")
-        made[key] = value
+        else:
+            made[key] = value
     return made
 
 

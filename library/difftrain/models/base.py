@@ -22,7 +22,6 @@ from difftrain.adapters import target_faults
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Inputs, Parts, control_name
 from difftrain.models import passes, placeholder, speedups, vision
-from difftrain.models.adapted import adapter_notes
 from difftrain.models.description import Description, unread_text
 from difftrain.models.facts import Text
 from difftrain.models.objective import flow
@@ -362,7 +361,9 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
             )
     if family.cfg.adapter.type is not None and family.denoiser in family.rates:
         layers = family.adapter_layers(family.denoiser, net)
-        problems += target_faults(net, family.cfg.adapter, layers, family.denoiser)
+        beside = [family.source.build(part) for part in family.in_root[1:]]
+        others = [name for module in beside for name, _ in module.named_modules()]
+        problems += target_faults(net, family.cfg.adapter, layers, family.denoiser, others)
     problems += family.sight_faults()
     layer, depth = family.cfg.loss.text_recon_target_layer, sum(1 for _ in passes.blocks_of(family, net))
     if layer and layer >= depth:  # its own tokens would be no target
@@ -406,7 +407,7 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
             frozen = sum(root.get_submodule(part).get_parameter(name).numel() for name in base)
             notes.append(f"kept as in their source, and in no checkpoint: {frozen:,} weights of the {part}")
     if family.cfg.adapter.type is not None:
-        return notes + adapter_notes(family, root)
+        return notes
 
     # --- what no loss reaches
     last = sum(1 for _ in passes.blocks_of(family, net)) - 1 if family.blocks else 0

@@ -36,6 +36,7 @@ from difftrain.contracts import (
     image_feature,
 )
 from difftrain.models import passes, placeholder, speedups, stages, vision
+from difftrain.models.adapted import adapter_notes, existing_values, export_adapter, fuse, fused_fingerprints
 from difftrain.models.base import BaseFamily
 from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
 from difftrain.models.root import DenoiserRoot
@@ -144,8 +145,6 @@ class ModelFamily(BaseFamily):
     ) -> Path:
         """Write weights for inference; what the stream lacks comes from parts, or from its source where it is deferred."""
         if self.cfg.adapter.type is not None:
-            from difftrain.models.adapted import export_adapter
-
             return export_adapter(self, weights, parts, path, dtype=dtype, metadata=metadata or {})
         from difftrain.models.export import export
 
@@ -330,14 +329,16 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
     encoders = {part: modules[part] for part in inside[1:]}
     root = DenoiserRoot(family, family.denoiser, net, encoders=encoders, **family.root_options(net, meta=meta))
     parts = Parts(root)
-    parts.notes += family.freeze(parts, root)
+    parts.notes += [*family.freeze(parts, root), *adapter_notes(family, root)]
 
     def load_root() -> None:
         base = frozenset(parts.base)
         for part in inside:
-            mapped = lambda name, part=part: f"{part}.{name}" in base  # noqa: E731
+            # what is added to must be memory of its own
+            mapped = lambda name, part=part: f"{part}.{name}" in base and not cfg.adapter.fuse_adapters  # noqa: E731
             weights = with_adapters(family, part, modules[part], source.weights(part, plain[part]))
             fill(modules[part], weights, partial(family.storage_dtype, part), mapped=mapped)
+        parts.notes += fuse(family, root)
 
     # frozen layers of the root are put into 8 bits below, where they have weights
     if "root" in deferred and not meta and cfg.model.fp8_frozen is None:
@@ -362,6 +363,7 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
     if parts.base and not meta:
         kept = {name.partition(".")[0] for name in parts.base}
         parts.base_fingerprints = {part: source.fingerprint(part) for part in inside if part in kept}
+        parts.base_fingerprints |= fused_fingerprints(cfg)
 
     # --- what else is to be known
     parts.config = family.architecture()
@@ -382,7 +384,10 @@ def with_adapters(
         yield from weights
         return
     yield from ((inside_name(name, layers), value) for name, value in weights)
-    yield from initial_values(module, section, part, family.source.seed)
+    if section.init_from_existing:
+        yield from existing_values(family, part, module)
+    else:
+        yield from initial_values(module, section, part, family.source.seed)
 
 
 def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:

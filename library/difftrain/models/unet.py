@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from difftrain.models.weights.keys import Rule
 
 
+# layers that get an adapter, as kohya's scripts choose them
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
 UNET_PREFIX, VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
 # tables and marks that trainers and mergers leave beside the weights
 IGNORED = (
@@ -52,11 +54,10 @@ class UNetFamily(DdpmObjective, ModelFamily):
     own_skip: the clip skip that the family was trained with. native: the latent side of a UNet whose sizes say none.
     """
 
-    lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"))
+    lora = Lora(ATTENTION, kohya="diffusers")
     own_skip: ClassVar[int]
     native: ClassVar[int] = 64
     vae_scales = None
-    lora = Lora(kohya="diffusers")
     draws_trained_size = False  # a prompt without a size is drawn with the model's own, up to 512 (kohya)
     named_hashes = True
     widens_text = False

@@ -29,6 +29,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import RunFacts
 from difftrain.distributed.collective import heartbeat, run_on
 from difftrain.io.files import aside_of, fsync_folder, link_or_copy, size_of
+from difftrain.models.adapted import as_one_file
 from difftrain.models.weights.folder_export import inside, new_folder
 from difftrain.report.notices import Notices
 from difftrain.train.checkpoints import Checkpoints
@@ -336,7 +337,7 @@ def layout_of(cfg: TrainConfig) -> str:
 
 def is_one_file(cfg: TrainConfig) -> bool:
     """Tell whether an export of a run is one file, not a folder."""
-    return layout_of(cfg) in ("safetensors", "ckpt") and cfg.adapter.type is None
+    return as_one_file(cfg) if cfg.adapter.type else layout_of(cfg) in ("safetensors", "ckpt")
 
 
 @contextlib.contextmanager

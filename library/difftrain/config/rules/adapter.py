@@ -69,7 +69,7 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if section.type == "dora" and cfg.model.fp8_frozen:
         what = "needs the lengths of weights, which are held in 8 bits"
         yield Finding((_TYPE, "model.fp8_frozen"), what, f"{option(_TYPE, 'lora')}")
-    if "save.model_as" in requested:
+    if "save.model_as" in requested and cfg.save.naming != "kohya":
         what = "has no effect: an adapter is exported in every layout that it has"
         yield Finding(("save.model_as", _TYPE), what, note=True)
 

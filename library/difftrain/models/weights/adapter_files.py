@@ -133,7 +133,7 @@ def merge_adapter(choice: AdapterChoice, family: BaseFamily, modules: Mapping[st
 
     # --- added in fp32, rounded once to what the layer is held in
     for layer, delta in layers.values():
-        weight = layer.get_parameter("weight")
+        weight = getattr(layer, "base_layer", layer).get_parameter("weight")  # beside an adapter that is trained
         weight.copy_((weight.float() + choice.scale * delta.to(weight.device)).to(weight.dtype))
     return f"adapter {adapter.path.name} at scale {choice.scale:g}: {len(layers)} layers"
 
