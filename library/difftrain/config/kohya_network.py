@@ -18,7 +18,7 @@ from difftrain.config.paths import expanded
 if TYPE_CHECKING:
     from difftrain.config.resolve import Resolution
 
-MODULE = "?network.module"
+MODULE = "?adapter.module"
 _DIM, _ALPHA = 4, 1.0  # where nobody says them
 _LORA = ("networks.lora", "networks.lora_fa", "lycoris.kohya")
 _OTHERS = {
@@ -45,45 +45,45 @@ _CONVOLUTIONS = (r".*\.resnets\.\d+\.conv[12]", r".*\.(down|up)samplers\.0\.conv
 
 def apply(out: Resolution) -> None:
     """Turn the flags of a network into fields; faults name the flags."""
-    flags = {name: out.pop(name) for name in list(out.values) if name.startswith("?network.")}
+    flags = {name: out.pop(name) for name in list(out.values) if name.startswith("?adapter.")}
     if MODULE not in flags:
         for name in flags:
             out.fault(
                 name, "needs --network_module: without it all weights are trained", "--network_module=networks.lora"
             )
         return
-    module, words = str(flags[MODULE]), _arguments(out, flags.get("?network.args") or ())
+    module, words = str(flags[MODULE]), _arguments(out, flags.get("?adapter.args") or ())
     kind = _kind(out, module, words)
     if kind is None:
         return
     out.set("adapter.type", kind, MODULE)
 
     # --- what is trained: kohya's scripts train text encoders too, unless told otherwise
-    if flags.get("?network.text_only"):
-        out.set("optimizer.unet_lr", 0.0, "?network.text_only")
-    if flags.get("?network.unet_only") and flags.get("?network.text_only"):
+    if flags.get("?adapter.text_only"):
+        out.set("optimizer.unet_lr", 0.0, "?adapter.text_only")
+    if flags.get("?adapter.unet_only") and flags.get("?adapter.text_only"):
         what = "contradicts --network_train_unet_only: nothing would be trained"
-        out.fault("?network.text_only", what, "give one of them")
+        out.fault("?adapter.text_only", what, "give one of them")
     caches_text = out.values.get("cache.text") or out.values.get("cache.text_to_disk")
-    if not flags.get("?network.unet_only") and (flags.get("?network.text_only") or not caches_text):
+    if not flags.get("?adapter.unet_only") and (flags.get("?adapter.text_only") or not caches_text):
         out.set("model.train_text_encoder", True, MODULE)
-    elif caches_text and not flags.get("?network.unet_only"):
+    elif caches_text and not flags.get("?adapter.unet_only"):
         out.note(MODULE, "the UNet alone gets adapters: what text encoders make is cached")
 
     # --- ranks
     if kind != "ia3":
         _ranks(out, flags, words)
     for word in words:
-        out.fault("?network.args", f"{word} is not known here", f"known are {', '.join(sorted(_KNOWN))}")
+        out.fault("?adapter.args", f"{word} is not known here", f"known are {', '.join(sorted(_KNOWN))}")
 
     # --- adapters that are added before
-    scales = list(flags.get("?network.base_scales") or ())
-    files = list(flags.get("?network.base") or ())
+    scales = list(flags.get("?adapter.base_scales") or ())
+    files = list(flags.get("?adapter.base") or ())
     if len(scales) > len(files):
-        out.fault("?network.base_scales", f"has {len(scales)} numbers for {len(files)} files of --base_weights")
+        out.fault("?adapter.base_scales", f"has {len(scales)} numbers for {len(files)} files of --base_weights")
     elif files:
         words_of = [f"{file}:{scale}" for file, scale in zip(files, [*scales, *["1.0"] * len(files)])]
-        out.set("adapter.fuse_adapters", words_of, "?network.base")
+        out.set("adapter.fuse_adapters", words_of, "?adapter.base")
 
 
 _KNOWN = ("algo", "conv_dim", "conv_alpha", "block_dims", "block_alphas", "preset")
@@ -95,7 +95,7 @@ def _arguments(out: Resolution, words: Any) -> dict[str, str]:
     for word in words:
         key, equals, value = str(word).partition("=")
         if not equals:
-            out.fault("?network.args", f"must be key=value, got {word!r}", "conv_dim=4 conv_alpha=1")
+            out.fault("?adapter.args", f"must be key=value, got {word!r}", "conv_dim=4 conv_alpha=1")
         else:
             made[key] = value
     return made
@@ -112,15 +112,15 @@ def _kind(out: Resolution, module: str, words: dict[str, str]) -> str | None:
     words.pop("preset", None)
     algorithm = words.pop("algo", "lora")
     if algorithm not in _ALGORITHMS:
-        out.fault("?network.args", f"algo={algorithm} is not built", f"algo={', '.join(_ALGORITHMS)}")
+        out.fault("?adapter.args", f"algo={algorithm} is not built", f"algo={', '.join(_ALGORITHMS)}")
         return None
     return _ALGORITHMS[algorithm]
 
 
 def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> None:
     """Set ranks and alphas: of all, of convolutions, of blocks."""
-    rank, alpha = flags.get("?network.dim", _DIM), flags.get("?network.alpha", _ALPHA)
-    if flags.get("?network.from_weights"):
+    rank, alpha = flags.get("?adapter.dim", _DIM), flags.get("?adapter.alpha", _ALPHA)
+    if flags.get("?adapter.from_weights"):
         stored = _of_file(out)
         if stored is None:
             return
@@ -137,23 +137,23 @@ def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> 
             else:
                 patterns[pattern], alphas[pattern] = int(dims[block]), own_alphas[block]
     elif words.pop("block_alphas", None) is not None:
-        out.fault("?network.args", "block_alphas needs block_dims")
+        out.fault("?adapter.args", "block_alphas needs block_dims")
     if (conv := words.pop("conv_dim", None)) is not None:
         own = words.pop("conv_alpha", "1")
         if not conv.isdigit() or int(conv) < 1 or not _is_number(own):
-            out.fault("?network.args", f"conv_dim={conv} conv_alpha={own}: a rank and a number")
+            out.fault("?adapter.args", f"conv_dim={conv} conv_alpha={own}: a rank and a number")
             return
         out.set("adapter.target_modules",
-                [*_ATTENTION_WORDS, *_TEXT_WORDS, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS], "?network.args")  # fmt: skip
+                [*_ATTENTION_WORDS, *_TEXT_WORDS, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS], "?adapter.args")  # fmt: skip
         patterns |= dict.fromkeys(_CONVOLUTIONS, int(conv))
         alphas |= dict.fromkeys(_CONVOLUTIONS, float(own))
     elif words.pop("conv_alpha", None) is not None:
-        out.fault("?network.args", "conv_alpha needs conv_dim")
-    out.set("adapter.rank", rank, "?network.dim")
-    out.set("adapter.alpha", float(alpha), "?network.alpha")
+        out.fault("?adapter.args", "conv_alpha needs conv_dim")
+    out.set("adapter.rank", rank, "?adapter.dim")
+    out.set("adapter.alpha", float(alpha), "?adapter.alpha")
     for path, value in (("rank_pattern", patterns), ("alpha_pattern", alphas), ("exclude_modules", excluded)):
         if value:
-            out.set(f"adapter.{path}", value, "?network.args")
+            out.set(f"adapter.{path}", value, "?adapter.args")
 
 
 def _numbers(out: Resolution, words: dict[str, str], name: str) -> list[float] | None:
@@ -163,7 +163,7 @@ def _numbers(out: Resolution, words: dict[str, str], name: str) -> list[float] |
         return None
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != _BLOCKS or not all(_is_number(part) for part in parts):
-        out.fault("?network.args", f"{name} has {len(parts)} values", f"a number for each of the {_BLOCKS} blocks")
+        out.fault("?adapter.args", f"{name} has {len(parts)} values", f"a number for each of the {_BLOCKS} blocks")
         return None
     return [float(part) for part in parts]
 
@@ -175,7 +175,7 @@ def _is_number(text: str) -> bool:
 def _of_file(out: Resolution) -> tuple[int, float] | None:
     """Return rank and alpha of the file that training goes on from, by its header and its alphas."""
     path = out.values.get("adapter.init_from_existing")
-    name = "?network.from_weights"
+    name = "?adapter.from_weights"
     if not path:
         out.fault(name, "needs --network_weights, whose ranks it takes")
         return None

@@ -14,7 +14,7 @@ from difftrain.cli import COMMANDS, main, train
 from difftrain.config import paths
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = {"train": "train.py", "sdxl": "sdxl_pretrain.py", "sd3_light": "sd3_light_pretrain.py",
+SCRIPTS = {"train": "train.py", "sdxl": "sdxl_pretrain.py", "sdxl_network": "sdxl_train_network.py", "sd3_light": "sd3_light_pretrain.py",
            "text_to_image": "train_text_to_image.py"}  # fmt: skip
 
 

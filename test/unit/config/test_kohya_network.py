@@ -37,6 +37,7 @@ def faults(line: list[str], *words: str) -> dict[str, str]:
     return {fault.where: f"{fault.what} {fault.remedy}" for fault in refused.value.faults}
 
 
+@pytest.mark.flags("network_module", "network_train_unet_only")
 def test_defaults_are_kohyas(line: list[str]) -> None:
     cfg = config(line, MODULE)
     assert (cfg.adapter.type, cfg.adapter.rank, cfg.adapter.alpha) == ("lora", 4, 1.0)
@@ -45,6 +46,7 @@ def test_defaults_are_kohyas(line: list[str]) -> None:
     assert config(line).adapter.type is None
 
 
+@pytest.mark.flags("network_dim", "network_alpha", "network_dropout", "network_train_text_encoder_only")
 def test_ranks_dropout_and_rates(line: list[str]) -> None:
     words = [
         "--network_dim=8",
@@ -61,6 +63,7 @@ def test_ranks_dropout_and_rates(line: list[str]) -> None:
     assert config(line, MODULE, "--network_train_text_encoder_only").optimizer.unet_lr == 0
 
 
+@pytest.mark.flags("network_args")
 def test_convolutions_and_blocks(line: list[str]) -> None:
     cfg = config(line, MODULE, "--network_args", "conv_dim=2", "conv_alpha=0.5")
     assert 2 in cfg.adapter.rank_pattern.values() and 0.5 in cfg.adapter.alpha_pattern.values()
@@ -77,6 +80,7 @@ def test_lycoris_algorithms_are_our_types(line: list[str]) -> None:
         assert config(line, *words).adapter.type == kind
 
 
+@pytest.mark.flags("base_weights", "base_weights_multiplier")
 def test_adapters_that_are_added_first(line: list[str], tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).touch()
@@ -98,6 +102,7 @@ def write(path: Path, rows: dict[str, tuple[str, list[int], bytes]]) -> Path:
     ("dtype", "raw"),
     [("F32", struct.pack("<f", 1.5)), ("F16", struct.pack("<e", 1.5)), ("BF16", struct.pack("<f", 1.5)[2:])],
 )
+@pytest.mark.flags("network_weights", "dim_from_weights")
 def test_rank_and_alpha_of_a_file(line: list[str], tmp_path: Path, dtype: str, raw: bytes) -> None:
     rows = {"lora_unet_x.lora_down.weight": ("F16", [6, 4], bytes(48)), "lora_unet_x.alpha": (dtype, [], raw)}
     file = write(tmp_path / "lora.safetensors", rows)

@@ -57,7 +57,7 @@ def _flag_table(flags: Iterable[Row]) -> str:
                 meaning(flag, "kohya"),
                 "off" if flag.kind == "switch" else default_text(flag).strip("[]"),
                 "" if flag.kohya is AS_OURS else f"`{flag.kohya}`" if flag.kohya not in (None, "") else "unset",
-                f"`[{'] '.join(flag.to.split('.'))}`" if flag.to else "",
+                f"`[{'] '.join(flag.to.split('.'))}`" if flag.to and not flag.to.startswith("?") else "",
             )
             for flag in flags
         ),

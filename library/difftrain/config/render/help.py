@@ -36,7 +36,7 @@ def flag_help(prog: str) -> str:
         _paragraph("general", "What is done", [flag for flag in (*OURS, *KOHYA) if _offered(flag) and not flag.to]),
     ]
     for section in TrainConfig.model_fields:
-        flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.split(".")[0] == section]
+        flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.lstrip("?").split(".")[0] == section]
         parts.append(_paragraph(section, section_class(section).__doc__ or "", flags))
     waiting = ", ".join(flag.option for flag in FLAGS.values() if flag.status == "later")
     refused = ", ".join(

@@ -124,6 +124,8 @@ def description_of(path: str) -> str:
 
 def choices_of(path: str) -> tuple[Any, ...]:
     """Return the values that "section.field" offers, or nothing where it is open."""
+    if path.startswith("?"):
+        return ()
     return OFFERED.get(path) or _choices(_info(path).annotation)
 
 
