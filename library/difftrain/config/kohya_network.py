@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from difftrain.config.resolve import Resolution
 
 MODULE = "?adapter.module"
+OFF_AT_ZERO = (MODULE, "?adapter.dim")  # where 0 or nothing stands in a file of settings, no adapter is asked for
 _DIM, _ALPHA = 4, 1.0  # where nobody says them
 _LORA = ("networks.lora", "networks.lora_fa", "lycoris.kohya")
 _OTHERS = {
@@ -47,7 +48,7 @@ def apply(out: Resolution) -> None:
     """Turn the flags of a network into fields; faults name the flags."""
     flags = {name: out.pop(name) for name in list(out.values) if name.startswith("?adapter.")}
     if MODULE not in flags:
-        for name in flags:
+        for name in (name for name, value in flags.items() if value):
             out.fault(
                 name, "needs --network_module: without it all weights are trained", "--network_module=networks.lora"
             )
@@ -125,6 +126,7 @@ def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> 
         if stored is None:
             return
         rank, alpha = stored
+    alpha = alpha or rank  # as kohya's networks.lora: 0 is none
     patterns: dict[str, int] = {}
     alphas: dict[str, float] = {}
     excluded: list[str] = []

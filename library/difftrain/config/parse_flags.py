@@ -400,7 +400,7 @@ def is_off(flag: Row, texts: list[str]) -> bool:
     if flag.kind == "switch" or not texts or texts[-1] in flag.passes:
         return False
     text = "".join(texts).strip()
-    if flag.status in ("later", "refused"):
+    if flag.status in ("later", "refused") or flag.to in kohya_network.OFF_AT_ZERO:
         return text in ("", "0")
     if not flag.to or flag.to.startswith("?") or default_of(flag.to) is not None or flag not in KOHYA:
         return False

@@ -60,6 +60,7 @@ def test_ranks_dropout_and_rates(line: list[str]) -> None:
     cfg = config(line, MODULE, *words)
     assert (cfg.adapter.rank, cfg.adapter.alpha, cfg.adapter.dropout) == (8, 2.0, 0.25)
     assert (cfg.optimizer.unet_lr, tuple(cfg.optimizer.text_encoder_lr)) == (1e-3, (1e-4, 2e-4))
+    assert config(line, MODULE, "--network_dim=8", "--network_alpha=0").adapter.alpha == 8, "0 is the rank"
     assert config(line, MODULE, "--network_train_text_encoder_only").optimizer.unet_lr == 0
 
 
