@@ -93,7 +93,7 @@ def test_no_machine_path_and_no_registry() -> None:
 
 
 def test_documents_name_flags_that_exist() -> None:
-    from difftrain.cli import cache, compare, compare_trace, dataset, doctor, generate, init, recipes, watch
+    from difftrain.cli import cache, compare, compare_trace, convert, dataset, doctor, generate, init, recipes, watch
     from difftrain.cli.documents import SCHEMA_FLAGS
     from difftrain.cli.export import TABLE
     from difftrain.config.spellings import keys, text_to_image
@@ -111,6 +111,7 @@ def test_documents_name_flags_that_exist() -> None:
         *watch.FLAGS,
         *init.TABLE,
         *generate.TABLE,
+        *convert.TABLE,
         *SCHEMA_FLAGS,
         *doctor.FLAGS,
         *compare_trace.FLAGS,

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("difftrain.cli.watch:main", "[RUN | FOLDER]: serve a page of runs with buttons: save, sample, stop"),
     "generate": ("difftrain.cli.generate:main", "generate images from a checkpoint, an export or other weights"),
     "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
+    "convert": ("difftrain.cli.convert:main", "an adapter (LoRA) to another layout, merged into a model, or extracted"),
     "doctor": ("difftrain.cli.doctor:main", "check what is installed, and the devices of this machine"),
     "families": (
         "difftrain.cli.documents:print_families",
@@ -62,7 +63,7 @@ _MEANT = {
     "pretrain": "train", "finetune": "train", "fine-tune": "train", "run": "train", "sdxl_pretrain": "sdxl",
     "sdxl_train": "sdxl", "sdxl_train_network": "sdxl_network", "train_network": "sdxl_network", "sd3_light_pretrain": "sd3_light", "train_text_to_image": "text_to_image", "recipe": "recipes",
     "configs": "recipes", "config": "recipes", "examples": "recipes", "sample": "generate", "infer": "generate",
-    "inference": "generate", "convert": "export", "inspect": "dataset", "models": "families", "check": "doctor",
+    "inference": "generate", "merge": "convert", "extract": "convert", "inspect": "dataset", "models": "families", "check": "doctor",
     "env": "doctor", "diff": "compare",
 }  # fmt: skip
 

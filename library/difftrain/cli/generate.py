@@ -41,7 +41,7 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("base", "str", "", "for a file with only the denoiser: the diffusers folder with the other parts"),
     Row("ema", "str", "", "for a checkpoint, its averaged weights: --ema the moving average, --ema=0.05 that of this relative"
         " width, --ema=no the raw weights; not given: as for the samples during training"),
-    Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT or kohya, merged at a scale (1); may be given several times"),
+    Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT, ComfyUI or kohya, merged at a scale (1); may be given several times"),
     Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs --ci); may be"
         " given several times"),
     Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as for --sample_prompts"),

@@ -75,6 +75,7 @@ def test_the_schema_is_that_of_the_configuration(capsys: pytest.CaptureFixture[s
         ["schema"],
         ["export", "--help"],
         ["export", "--sed=1"],
+        ["convert", "--rank=0"],
         ["report"],
         ["doctor", "--help"],
         ["compare", "--help"],

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("difftrain")
 Pairs = Mapping[LayerKey, LoraPair]
 Tensors = dict[str, "Tensor"]
+_OF_A_FILE = ("format", SETTINGS, PIECES, "modelspec.hash_sha256")  # of headers: what is of one file's layout and bytes
 NETWORK = "networks.lora"  # kohya's module of what is written here
 
 
@@ -57,6 +58,12 @@ def facts_of(pairs: Pairs, **more: Any) -> AdapterFacts:
     return AdapterFacts(rank, alpha, use_rslora=all(pair.root for pair in pairs.values()), **more)
 
 
+def described(family: BaseFamily, header: Mapping[str, str]) -> dict[str, str]:
+    """Return what a header says of an adapter whatever its layout, with the model's architecture in any case."""
+    own = {key: text for key, text in header.items() if key not in _OF_A_FILE and not key.startswith("sshs_")}
+    return {"modelspec.architecture": str(family.modelspec or family.name)} | own
+
+
 def has_kohya(family: BaseFamily) -> bool:
     """Tell whether kohya's scripts train adapters of this family's UNet under names that are written here."""
     return bool(family.lora.kohya)
@@ -76,27 +83,30 @@ def write_adapter(
     pairs: by part (or its folder) and the module's name. name: the stem of ComfyUI's and kohya's files.
     """
     facts = AdapterFacts(rank, alpha, targets, use_rslora, dtype, metadata or {})
-    layouts = AdapterLayouts(family)
+    return write_all(AdapterLayouts(family), pairs, path, name, facts)
+
+
+def write_all(layouts: AdapterLayouts, pairs: Pairs, path: Path, name: str, facts: AdapterFacts) -> Path:
+    """Write a folder with every layout that a family has, as write_adapter does."""
     ours = _completed(layouts, pairs, facts)
     with new_folder(path) as aside:
         _write_diffusers(layouts, ours, facts, aside / DIFFUSERS_FILE)
         _write_peft(layouts, ours, facts, aside)
-        if has_kohya(family):
+        if has_kohya(layouts.family):
             _write_kohya(layouts, ours, facts, aside / f"{name}.safetensors")
         else:
             _write_comfyui(layouts, ours, facts, aside / f"{name}_comfyui.safetensors")
     return path
 
 
-def write_layout(family: BaseFamily, pairs: Pairs, layout: str, path: Path, facts: AdapterFacts) -> Path:
+def write_layout(layouts: AdapterLayouts, pairs: Pairs, layout: str, path: Path, facts: AdapterFacts) -> Path:
     """Write one layout: a file, or of "peft" a folder. path: with its suffix. Layouts are those of layouts_of."""
-    layouts = AdapterLayouts(family)
     ours = _completed(layouts, pairs, facts)
     if layout == "peft":
         with new_folder(path) as aside:
             _write_peft(layouts, ours, facts, aside)
         return path
-    kohya_for_both = _write_kohya if has_kohya(family) else _write_comfyui
+    kohya_for_both = _write_kohya if has_kohya(layouts.family) else _write_comfyui
     write: Callable[..., None] = {"diffusers": _write_diffusers, "kohya": _write_kohya, "comfyui": kohya_for_both}[
         layout
     ]

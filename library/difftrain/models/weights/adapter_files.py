@@ -59,8 +59,26 @@ class AdapterChoice:
 
 
 @dataclass(frozen=True)
+class AdapterFile:
+    """What lies in an adapter's file, and in those of text encoders beside it where PEFT wrote them.
+
+    path: of the file. tensors, settings: by the folder of the part; those of the main file have none. header: of the main one.
+    """
+
+    path: Path
+    tensors: Mapping[str, dict[str, Tensor]]
+    settings: Mapping[str, dict[str, Any]]
+    header: Mapping[str, str]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of the main file's tensors."""
+        return {name: tuple(value.shape) for name, value in self.tensors[""].items()}
+
+
+@dataclass(frozen=True)
 class Adapter:
-    """What an adapter's file holds. path: of the file. keys: of its tensors. looks_like: the model that it is for."""
+    """An adapter, sorted by the layers of a model. path: of its file. keys: of its tensors. looks_like: the model that it is for."""
 
     path: Path
     pairs: dict[LayerKey, LoraPair]
@@ -68,32 +86,71 @@ class Adapter:
     looks_like: str = ""
 
 
-def read_adapter(choice: AdapterChoice, family: BaseFamily) -> Adapter:
-    """Read an adapter of any layout, sorted by folder and layer (see adapter_layouts). Raises ConfigFault.
-
-    A layer that the model has not is among the pairs: whoever uses them has to look (see unfit).
-    """
+def load_adapter(choice: AdapterChoice) -> AdapterFile:
+    """Read an adapter's tensors and what it says of itself. Raises ConfigFault."""
     path = _file(choice)
-    layouts = AdapterLayouts(family)
-    tensors: dict[str, Tensor] = {}
-    header: dict[str, str] = {}
-    about: dict[str, Any] = {}
-    for folder, part_path in _files(path, layouts).items():
+    beside = sorted(path.parent.glob(f"*/{PEFT_FILE}")) if path.name == PEFT_FILE else []
+    tensors: dict[str, dict[str, Tensor]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for part_path in (path, *beside):
+        folder = "" if part_path == path else part_path.parent.name
         file = opened(part_path, choice.flag)
-        shapes = file.shapes()
-        _refuse_others(choice, part_path, shapes)
-        about |= _settings(part_path, file.metadata, folder)
-        header |= file.metadata
-        for key in shapes:  # those of a text encoder by the names of its folder
-            name = f"{folder}.{key.removeprefix(PEFT_PREFIX)}" if folder != layouts.denoiser else key
-            tensors[name] = file.get(key)
-    pairs = layouts.sorted(tensors, header)
+        _refuse_others(choice, part_path, file.shapes())
+        tensors[folder] = {key: file.get(key) for key in file.shapes()}
+        settings[folder] = _settings(part_path, file.metadata)
+    return AdapterFile(path, tensors, settings, opened(path, choice.flag).metadata)
+
+
+def sort_adapter(
+    choice: AdapterChoice, file: AdapterFile, layouts: AdapterLayouts, *, by_diffusers: bool = True
+) -> Adapter:
+    """Sort an adapter by a model's layers. Raises ConfigFault where nothing here, nor diffusers, knows its names.
+
+    by_diffusers: its converters are tried for names that are not known here; without them none of such a file is sorted.
+    """
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, Any] = {}
+    for folder, own in file.tensors.items():  # those of a text encoder by the names of its folder
+        tensors |= {f"{folder}.{key.removeprefix(PEFT_PREFIX)}" if folder else key: value for key, value in own.items()}
+        by_part = file.settings[folder] if file.path.name != PEFT_FILE else {
+            f"{folder or layouts.denoiser}.{key}": value for key, value in file.settings[folder].items()
+        }  # fmt: skip
+        about |= by_part
+    pairs = layouts.sorted(tensors, file.header)
     if pairs is not None:
         _strengthen(pairs, about)
     else:
-        pairs = _by_diffusers(choice, path, tensors, layouts, about)
+        pairs = _by_diffusers(choice, file.path, tensors, layouts, about) if by_diffusers else {}
     looks = adapter_looks_like({key: tuple(value.shape) for key, value in tensors.items()})
-    return Adapter(path, pairs, list(tensors), looks)
+    return Adapter(file.path, pairs, list(tensors), looks)
+
+
+def read_adapter(choice: AdapterChoice, family: BaseFamily) -> Adapter:
+    """Read an adapter of any layout, sorted by folder and layer (see adapter_layouts). Raises ConfigFault.
+
+    A layer that the model has not is among the pairs: whoever uses them has to look (see fitting and unfit).
+    """
+    return sort_adapter(choice, load_adapter(choice), AdapterLayouts(family))
+
+
+def fitting(choice: AdapterChoice, adapter: Adapter, layouts: AdapterLayouts) -> dict[LayerKey, LoraPair]:
+    """Return the pairs of an adapter that is for this model, and finite. Raises ConfigFault for another one."""
+    homeless: list[str] = []
+    for (folder, name), pair in adapter.pairs.items():
+        shape = layouts.shapes(folder).get(layouts.layer(folder, name)) if layouts.has(folder) else None
+        if shape is None or not pair.fits(shape):
+            homeless += pair.keys
+        elif not all(torch.isfinite(value).all() for value in (pair.a, pair.b) if value is not None):
+            raise not_finite(choice, adapter.path, pair)
+    if homeless or not adapter.pairs:
+        raise unfit(choice, adapter, homeless)
+    return adapter.pairs
+
+
+def not_finite(choice: AdapterChoice, path: Path, pair: LoraPair) -> ConfigFault:
+    """Say which tensors of an adapter hold what is no number."""
+    what = f"{path} holds weights that are no numbers: {', '.join(pair.keys)}"
+    return ConfigFault([Fault(choice.flag, what, "take an earlier save of the adapter")])
 
 
 def unfit(choice: AdapterChoice, adapter: Adapter, keys: Iterable[str]) -> ConfigFault:
@@ -124,8 +181,7 @@ def merge_adapter(choice: AdapterChoice, family: BaseFamily, modules: Mapping[st
         if layer is None or delta is None:
             homeless += pair.keys
         elif not torch.isfinite(delta).all():
-            what = f"{adapter.path} holds weights that are no numbers: {', '.join(pair.keys)}"
-            raise ConfigFault([Fault(choice.flag, what, "take an earlier save of the adapter")])
+            raise not_finite(choice, adapter.path, pair)
         else:
             layers[id(layer)] = (layer, delta if id(layer) not in layers else layers[id(layer)][1] + delta)
     if homeless or not layers:
@@ -152,16 +208,6 @@ def _file(choice: AdapterChoice) -> Path:
     return path
 
 
-def _files(path: Path, layouts: AdapterLayouts) -> dict[str, Path]:
-    """Return the files of an adapter by the folder of the part that they are for, the denoiser's first.
-
-    PEFT has a file for a module: those of text encoders lie in folders beside it.
-    """
-    beside = {folder: path.parent / folder / PEFT_FILE for folder in layouts.text_folders()}
-    more = {folder: file for folder, file in beside.items() if path.name == PEFT_FILE and file.is_file()}
-    return {layouts.denoiser: path, **more}
-
-
 def _refuse_others(choice: AdapterChoice, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Name what is no LoRA. Raises ConfigFault."""
     keys = list(shapes)
@@ -174,14 +220,15 @@ def _refuse_others(choice: AdapterChoice, path: Path, shapes: Mapping[str, tuple
         raise ConfigFault([Fault(choice.flag, what, "whole models are given as --weights")])
 
 
-def _settings(path: Path, header: Mapping[str, str], folder: str) -> dict[str, Any]:
-    """Return what is said of ranks and alphas beside the tensors, by "folder.setting"."""
+def _settings(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is said of ranks and alphas beside the tensors: "folder.setting" of diffusers, "setting" of PEFT."""
+    if path.name == PEFT_FILE:
+        return read_json(path.with_name(PEFT_CONFIG))
     try:
         about = json.loads(header.get(SETTINGS, "{}"))
     except (ValueError, RecursionError):
         about = {}
-    beside = read_json(path.with_name(PEFT_CONFIG)) if path.name == PEFT_FILE else {}
-    return (about if isinstance(about, dict) else {}) | {f"{folder}.{name}": value for name, value in beside.items()}
+    return about if isinstance(about, dict) else {}
 
 
 def _strengthen(pairs: Mapping[LayerKey, LoraPair], about: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from difftrain.models.build import build
 from difftrain.models.weights.folder_export import file_name
 from difftrain.models.weights.keys import swapped, table_rule
 
@@ -60,16 +61,19 @@ class LoraPair:
             return self.rank
         return self.alpha * sqrt(self.rank) if self.root else self.alpha
 
-    def delta(self, shape: torch.Size) -> Tensor | None:
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Tell whether the product has the shape of a layer's weight."""
+        if self.a is None or self.b is None or min(self.a.ndim, self.b.ndim) < 2:
+            return False
+        out, into = self.b.shape[0], prod(self.a.shape[1:])
+        return prod(self.b.shape[1:]) == self.rank and (out, into) == (shape[0], prod(shape[1:]))
+
+    def delta(self, shape: Sequence[int]) -> Tensor | None:
         """Return alpha / rank B A in the layer's shape, fp32; None where it does not fit."""
-        if self.a is None or self.b is None:
+        if self.a is None or self.b is None or not self.fits(shape):
             return None
-        a, b = self.a.float().flatten(1), self.b.float().flatten(1)
-        rank = a.shape[0]
-        if b.shape[1] != rank or (b.shape[0], a.shape[1]) != (shape[0], prod(shape[1:])):
-            return None
-        factor = (rank if self.alpha is None else self.alpha) / (sqrt(rank) if self.root else rank)
-        return (factor * (b @ a)).reshape(shape)
+        factor = self.plain_alpha / self.rank
+        return (factor * (self.b.float().flatten(1) @ self.a.float().flatten(1))).reshape(*shape)
 
 
 class LayerPiece(NamedTuple):
@@ -81,10 +85,13 @@ class LayerPiece(NamedTuple):
 
 
 class AdapterLayouts:
-    """The names of one model's layers in every layout."""
+    """The names of one model's layers in every layout.
 
-    def __init__(self, family: BaseFamily) -> None:
-        self.family, self.lora = family, family.lora
+    sizes: of parts by their folders, in place of the family's own: a release's, where there are no weights.
+    """
+
+    def __init__(self, family: BaseFamily, sizes: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.family, self.lora, self._sizes = family, family.lora, sizes or {}
         self.denoiser = family.folder(family.denoiser)
         self._parts = {family.folder(part): part for part in family.parts}
         self._parts |= {part: part for part in family.parts if part not in self._parts}
@@ -95,10 +102,22 @@ class AdapterLayouts:
         """Return the folder of a part, by either name."""
         return self.family.folder(self._parts[part]) if part in self._parts else part
 
+    def has(self, folder: str) -> bool:
+        """Tell whether the model has a part of that folder."""
+        return folder in self._parts
+
+    def part(self, folder: str) -> str:
+        """Return the part of a folder."""
+        return self._parts[folder]
+
     def module(self, folder: str) -> nn.Module:
         """Return a part without weights."""
         if folder not in self._modules:
-            self._modules[folder] = self.family.exported(self._parts[folder])
+            part = self._parts[folder]
+            if folder in self._sizes:
+                self._modules[folder] = build(self.family.parts[part], part, self._sizes[folder])
+            else:
+                self._modules[folder] = self.family.exported(part)
         return self._modules[folder]
 
     def layer(self, folder: str, name: str) -> str:
@@ -236,6 +255,11 @@ class AdapterLayouts:
             else:
                 made[name], ranks[name] = join(turned, pieces)
         return made, ranks
+
+
+def stems_of(names: Iterable[str]) -> set[str]:
+    """Return the names of layers in those of an adapter's factors."""
+    return {match["stem"] for name in names if (match := _FACTOR.fullmatch(name))}
 
 
 def _b(pair: LoraPair, halves: bool) -> Tensor:

@@ -84,6 +84,14 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
     raise ConfigFault([Fault(flag, what, remedy)])
 
 
+def is_complete(file: Path, flag: str, name: str) -> bool:
+    """Tell whether a file holds all parts of a family's model, and not the denoiser alone. Raises ConfigFault."""
+    from difftrain.models.weights.files import opened
+
+    facts = class_of(name)
+    return facts.one_file is not None and _has_all_parts(facts, opened(file, flag).shapes())
+
+
 def _stands_on(one: DetectedFamily, other: DetectedFamily) -> bool:
     return class_of(one.name) is not class_of(other.name) and issubclass(class_of(one.name), class_of(other.name))
 

@@ -102,7 +102,7 @@ class _SafetensorsWriter:
 
     def write(self, key: str, value: Tensor, index: int = 0, count: int = 1) -> None:
         value = _checked(self._shapes, key, value, count)
-        data = value.view(torch.uint8) if value.ndim else value.reshape(1).view(torch.uint8)
+        data = value.reshape(-1).view(torch.uint8)  # strides of sides of one row may be anything
         self._file.seek(self._start + self._offsets[key] + index * data.numel())
         self._file.write(data.numpy().data)
         self._missing[key] -= data.numel()
