@@ -216,6 +216,27 @@ def kohya_name(key: str) -> str:
     return f"lora_unet_{layer.replace('.', '_')}.{leaf}"
 
 
+def test_hunyuan_images_double_blocks_have_the_names_of_its_video_model(tmp_path: Path) -> None:
+    """ComfyUI runs it as HunyuanVideo; diffusers has a converter of that model's own names, which differ in spelling."""
+    tiny = loaded(config("hunyuan_image"))
+    pairs = {key: pair for key, pair in pairs_of(tiny, texts=False).items() if "single" not in key[1]}
+    for pair in pairs.values():
+        pair.alpha = float(pair.rank)
+    tensors = load_file(written(tiny, pairs, tmp_path / "adapter") / "mine_comfyui.safetensors")
+    spelt = {
+        "diffusion_model.": "transformer.", "_attn.qkv": "_attn_qkv", "_attn.proj": "_attn_proj",
+        "_mlp.0": "_mlp.fc1", "_mlp.2": "_mlp.fc2",
+    }  # fmt: skip
+    own = {key: value for key, value in tensors.items() if not key.endswith(".alpha")}
+    for ours, theirs in spelt.items():
+        own = {key.replace(ours, theirs): value for key, value in own.items()}
+    made = diffusers.HunyuanVideoPipeline.lora_state_dict(own)
+    assert {key.rpartition(".lora_")[0] for key in made} == {".".join(key) for key in pairs}
+    for key, pair in pairs.items():
+        a, b = (made[f"{'.'.join(key)}.lora_{side}.weight"] for side in "AB")
+        torch.testing.assert_close(b @ a, product(pair), atol=1e-6, rtol=1e-5, msg=str(key))
+
+
 @pytest.mark.parametrize("name", ["sdxl", "sd1"])
 def test_diffusers_reads_what_kohyas_scripts_would_write(name: str, tmp_path: Path) -> None:
     tiny = loaded(config(name))

@@ -171,7 +171,7 @@ def _targets_of(settings: Any) -> tuple[str, ...]:
 
 def _write(parsed: Parsed, layouts: Any, pairs: Any, header: dict[str, str], targets: tuple[str, ...]) -> Path:
     """Write one layout, or a folder with all."""
-    from difftrain.models.weights.adapter_export import described, facts_of, layouts_of, write_all, write_layout
+    from difftrain.models.weights.adapter_export import described, facts_of, layouts_of, write_all, write_one
 
     family, to, output = layouts.family, parsed.bare.get("to", ALL), _output(parsed)
     if to != ALL and to not in layouts_of(family):
@@ -183,7 +183,7 @@ def _write(parsed: Parsed, layouts: Any, pairs: Any, header: dict[str, str], tar
     facts = facts_of(pairs, targets=targets, dtype=dtype, metadata=metadata)
     if to == ALL:
         return write_all(layouts, pairs, output, output.stem, facts)
-    return write_layout(layouts, pairs, to, output, facts)
+    return write_one(layouts, pairs, to, output, facts)
 
 
 def _dtype(parsed: Parsed) -> Any:

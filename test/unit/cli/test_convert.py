@@ -82,6 +82,35 @@ def test_a_layout_that_a_family_has_not_and_a_file_of_no_family_are_named(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_others_adapter_of_a_released_size_needs_no_model_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As kohya's scripts write one of Flux.1 with CLIP: fused layers are parted by the release's widths."""
+    widths = {
+        "lora_unet_double_blocks_18_img_attn_proj": (3072, 3072),
+        "lora_unet_single_blocks_37_linear1": (21504, 3072),
+        "lora_te1_text_model_encoder_layers_11_mlp_fc1": (3072, 768),
+    }
+    tensors = {}
+    for name, (out, into) in widths.items():
+        tensors |= {f"{name}.lora_down.weight": torch.randn(1, into), f"{name}.lora_up.weight": torch.randn(out, 1)}
+        tensors[f"{name}.alpha"] = torch.tensor(0.5)
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    line = ["convert", f"--adapter={tmp_path / 'theirs.safetensors'}", "--to=diffusers"]
+    assert main([*line, f"--output={tmp_path / 'ours'}"]) == 0
+    made = load_file(capsys.readouterr().out.strip())
+    fused = [f"attn.to_{leaf}" for leaf in "qkv"] + ["proj_mlp"]
+    ups = [made.pop(f"transformer.single_transformer_blocks.37.{leaf}.lora_B.weight") for leaf in fused]
+    assert torch.equal(torch.cat(ups), tensors["lora_unet_single_blocks_37_linear1.lora_up.weight"])
+    assert {key.rpartition(".lora_")[0] for key in made} == {
+        "transformer.transformer_blocks.18.attn.to_out.0",
+        "text_encoder.text_model.encoder.layers.11.mlp.fc1",
+        *(f"transformer.single_transformer_blocks.37.{leaf}" for leaf in fused),
+    }
+    assert main([*line, "--family=qwen_image", f"--output={tmp_path / 'none'}"]) == 2
+    assert "theirs.safetensors" in capsys.readouterr().err and not list(tmp_path.glob("none*"))
+
+
 @pytest.mark.parametrize("name", ["sdxl", "flux"])
 def test_weights_with_an_adapter_merged_are_those_that_are_generated_with(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -99,8 +99,13 @@ def write_all(layouts: AdapterLayouts, pairs: Pairs, path: Path, name: str, fact
     return path
 
 
-def write_layout(layouts: AdapterLayouts, pairs: Pairs, layout: str, path: Path, facts: AdapterFacts) -> Path:
+def write_layout(family: BaseFamily, pairs: Pairs, layout: str, path: Path, facts: AdapterFacts) -> Path:
     """Write one layout: a file, or of "peft" a folder. path: with its suffix. Layouts are those of layouts_of."""
+    return write_one(AdapterLayouts(family), pairs, layout, path, facts)
+
+
+def write_one(layouts: AdapterLayouts, pairs: Pairs, layout: str, path: Path, facts: AdapterFacts) -> Path:
+    """Do so for names that are those of other sizes than the family's."""
     ours = _completed(layouts, pairs, facts)
     if layout == "peft":
         with new_folder(path) as aside:

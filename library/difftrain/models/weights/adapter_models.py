@@ -20,7 +20,7 @@ import torch
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.registry import FAMILIES, make_family
+from difftrain.models.registry import DEFAULT, FAMILIES, make_family
 from difftrain.models.weights.adapter_files import (
     AdapterChoice,
     AdapterFile,
@@ -100,23 +100,37 @@ def _unnumbered(name: str) -> str:
 def _sizes_of(name: str) -> Iterator[AdapterLayouts]:
     """Yield the layers of a family in its releases and shipped sizes. Nothing of its weights is needed for names."""
     family: Any = make_family(TrainConfig.model_validate({"model": {"family": name, "init_from_config": TINY}}))
-    models, row = resources.files("difftrain.models"), FAMILIES[name]
+    row = FAMILIES[name]
 
-    def shipped(size: str) -> dict[str, Any]:
-        text = models.joinpath("sizes_shipped", f"{name}.{size}.json").read_text("utf-8")
-        return dict(json.loads(text))
-
-    stored = models.joinpath("releases", f"{name}.json")
+    # --- releases: a size that is shipped, or the tiny one with the denoiser's numbers and the CLIP encoders of SDXL
+    stored = resources.files("difftrain.models").joinpath("releases", f"{name}.json")
     releases = json.loads(stored.read_text("utf-8"))["releases"].values() if stored.is_file() else ()
-    own = [shipped(release.get("size", TINY)) | _denoiser_of(release, row.denoiser) for release in releases]
-    for sizes in (*own, *map(shipped, sorted(row.sizes, key=lambda size: size in (TINY, "demo")))):
+    clips = dict(
+        zip(("clip_l", "clip_g"), (_shipped(DEFAULT, "base")[part] for part in ("text_encoder", "text_encoder_2")))
+    )
+    texts = {
+        family.folder(text.part): clips[kind]
+        for text, kind in zip(family.texts, row.encoders, strict=True)
+        if kind in clips
+    }
+    own = []
+    for release in releases:
+        numbers = {} if "size" in release else texts | _denoiser_of(release, row.denoiser)
+        own.append(_shipped(name, release.get("size", TINY)) | numbers)
+
+    # --- then other shipped sizes, small ones last
+    for sizes in (*own, *(_shipped(name, size) for size in sorted(row.sizes, key=lambda size: size in (TINY, "demo")))):
         yield AdapterLayouts(family, {key: value for key, value in sizes.items() if isinstance(value, dict)})
+
+
+def _shipped(name: str, size: str) -> dict[str, Any]:
+    text = resources.files("difftrain.models").joinpath("sizes_shipped", f"{name}.{size}.json").read_text("utf-8")
+    return dict(json.loads(text))
 
 
 def _denoiser_of(release: Mapping[str, Any], denoiser: str) -> dict[str, Any]:
     """Return the section of a release's denoiser: what it does not say is its class's default."""
-    sizes = release.get("sizes", {})
-    return {denoiser: dict(sizes[denoiser])} if denoiser in sizes else {} if "size" in release else {denoiser: {}}
+    return {denoiser: dict(release.get("sizes", {}).get(denoiser, {}))}
 
 
 # ------------------------------------------------------------------ weights of a model
