@@ -262,7 +262,7 @@ def extract(
         ends = tuple(f".{leaf}" for leaf in leaves)
         for (name, after), (same, before) in zip(tuned.weights(folder), base.weights(folder), strict=True):
             if name != same or after.shape != before.shape:
-                what = f"{tuned.path} is of another size than {base.path}: {name} is {tuple(after.shape)}"
+                what = f"{tuned.path} has other shapes than {base.path}: {name} is {tuple(after.shape)}"
                 raise ConfigFault(
                     [Fault("--base", f"{what}, there {tuple(before.shape)}", "give the model it was trained from")]
                 )
