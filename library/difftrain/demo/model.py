@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,11 @@ from difftrain.models.facts import Text
 from difftrain.models.registry import make_family
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2
 from difftrain.models.text.clip_vocabulary import ClipVocabulary, learn_merges
+from difftrain.models.text.llm_vocabulary import LlmVocabulary
+from difftrain.models.text.see import IMAGE
 from difftrain.models.text.t5_vocabulary import T5Vocabulary
-from difftrain.models.vae.fit import closed_form_encoder, principal, psnr, train_decoder
+from difftrain.models.vae.fit import channels_last, closed_form_encoder, principal, psnr, train_decoder
+from difftrain.models.vae.latents import posterior
 from difftrain.report.progress import SIGNS, Progress
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def fit_vae(vae: Any, pictures: Tensor, steps: int, log: Callable[[str], None]) 
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(recipe.SEED))
     held_out, seen = pictures[order[:HELD_OUT]], pictures[order[HELD_OUT:]]
     started = time.monotonic()
-    vae.to(memory_format=torch.channels_last)  # two to three times as fast on a CPU at these widths
+    channels_last(vae)
     progress = Progress(steps)
     with SIGNS.doing(lambda: f"fitting the VAE to them: {progress.text()}"):
         closed_form_encoder(vae, seen[:ENCODER_PICTURES], whiten=WHITEN)
@@ -162,10 +165,27 @@ def _fewer(config: Any, ids: Tensor, rng: torch.Generator) -> Tensor:
 
 
 Log = Callable[[str], None]
-Vocabulary = ClipVocabulary | T5Vocabulary
-MERGES = {"shapes": 52, "emoji": 1000, "pairs": 20}  # words are one piece to three then
-VAE_STEPS = {"shapes": 250, "emoji": 800, "pairs": 800}
-TEXT_STEPS = {"shapes": 100, "emoji": 300}  # pairs have two captions, which any encoder tells apart
+Vocabulary = ClipVocabulary | T5Vocabulary | LlmVocabulary
+
+
+class DemoFit(NamedTuple):
+    """How a demo's parts are fitted: merges of a CLIP vocabulary (words are one piece to three then), steps of a full demo.
+
+    text_steps: 0 where any encoder tells the captions apart, because they are few.
+    """
+
+    merges: int
+    vae_steps: int
+    text_steps: int
+
+    def scaled(self, scale: float) -> DemoFit:
+        """Return the steps of a shortened demo, which shrink by the root: with too few, images are a blur."""
+        steps = (steps and max(2, round(steps * scale**0.5)) for steps in self[1:])
+        return DemoFit(self.merges, *steps)
+
+
+FITS = {"shapes": DemoFit(52, 250, 100), "emoji": DemoFit(1000, 800, 300), "pairs": DemoFit(20, 800, 0)}
+_MARKS = {"image_token_id": IMAGE, "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
 
 
@@ -176,13 +196,11 @@ def write_tiny(folder: Path, family: str) -> None:
 
 def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: Log, family: str) -> None:
     """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
-    from difftrain.demo.model import fit_text, fit_vae, load_pictures
-    from difftrain.models.vae.latents import posterior
     from difftrain.models.weights.find import shipped_sizes
 
-    captions = list(splits.captions_of(data))
+    captions, steps = list(splits.captions_of(data)), FITS[dataset].scaled(scale)
     described: Any = make_family(_config(family, "demo"))
-    vocabularies = _vocabularies(captions, MERGES[dataset], described.texts)
+    vocabularies = _vocabularies(captions, steps.merges, described.texts)
     with tempfile.TemporaryDirectory() as aside:
         sizes, fields = Path(aside) / "sizes.json", {}
         content = _sizes(shipped_sizes(described, "demo"), described, vocabularies)
@@ -190,22 +208,26 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: 
         for number, vocabulary in enumerate(vocabularies, 1):
             vocabulary.save(Path(aside) / f"tokenizer_{number}")
             fields[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
-        vae_steps = max(2, round(VAE_STEPS[dataset] * scale**0.5))
 
         def fit(model: Any, parts: Any) -> None:
-            pictures, vae = load_pictures(data), parts.frozen["vae"]
-            fit_vae(vae, pictures, vae_steps, log)
-            if dataset not in TEXT_STEPS:
-                return
-            text_steps = max(2, round(TEXT_STEPS[dataset] * scale**0.5))
-            ids = model.tokenizer(parts)(captions)
-            clips = [(position, text) for position, text in enumerate(model.texts, start=1) if text.kind == "clip"]
-            encoders = [parts.frozen[text.part] for _, text in clips]
-            inputs = [ids[f"input_ids_{position}"] for position, _ in clips]
-            latents, _ = posterior(vae, pictures, fp32=True, batch_size=64)
-            fit_text(encoders, inputs, latents, text_steps, log)
+            pictures = load_pictures(data)
+            fit_vae(parts.frozen["vae"], pictures, steps.vae_steps, log)
+            if steps.text_steps:
+                _fit_clips(model, parts, captions, pictures, steps.text_steps, log)
 
         _export(_config(family, str(sizes), **fields), folder, fit)
+
+
+def _fit_clips(
+    model: Any, parts: Any, captions: Sequence[str], pictures: Tensor, steps: int, log: Callable[[str], None]
+) -> None:
+    """Train the CLIP encoders among a model's parts on captions and what its VAE makes of their pictures."""
+    ids = model.tokenizer(parts)(captions)
+    clips = [(position, text) for position, text in enumerate(model.texts, start=1) if text.kind == "clip"]
+    encoders = [parts.frozen[text.part] for _, text in clips]
+    inputs = [ids[f"input_ids_{position}"] for position, _ in clips]
+    latents, _ = posterior(parts.frozen["vae"], pictures, fp32=True, batch_size=64)
+    fit_text(encoders, inputs, latents, steps, log)
 
 
 def _config(family: str, sizes: str, **fields: str) -> TrainConfig:
@@ -225,28 +247,30 @@ def _export(cfg: TrainConfig, folder: Path, fit: Callable[[Any, Any], None] = la
 
 
 def _vocabularies(captions: Sequence[str], num_merges: int, texts: Sequence[Text]) -> tuple[Vocabulary, ...]:
-    """Learn one for each text encoder from captions: for CLIP so many pairs of pieces, for T5 every word."""
+    """Learn one for each text encoder from captions: for CLIP so many pairs of pieces, for others every word."""
     counts = Counter(word for caption in captions for word in _WORD.findall(caption.lower()))
     text = " ".join(word for word in sorted(counts) for _ in range(counts[word]))
     merges = learn_merges(text, num_merges)
     spaced = re.sub(r"([^\w\s-])", r" \1 ", " ".join(captions))
-    t5 = T5Vocabulary.learn(spaced, 3 + 95 + len(set(spaced.split())))
-    return tuple(
-        t5 if text.kind == "t5" else ClipVocabulary.from_merges(merges, PAD_2 if text.pads_zero else PAD_1)
-        for text in texts
-    )
+
+    def learned(text: Text) -> Vocabulary:
+        if text.kind == "llm":
+            return LlmVocabulary.learn(text, captions)
+        if text.kind == "t5":
+            return T5Vocabulary.learn(spaced, 3 + 95 + len(set(spaced.split())))
+        return ClipVocabulary.from_merges(merges, PAD_2 if text.pads_zero else PAD_1)
+
+    return tuple(learned(text) for text in texts)
 
 
 def _sizes(sizes: dict[str, Any], family: Any, vocabularies: Sequence[Vocabulary]) -> dict[str, Any]:
     """Return the demo's sizes for these vocabularies."""
     for text, vocabulary in zip(family.texts, vocabularies, strict=True):
-        ids = {"vocab_size": len(vocabulary)}
+        section = sizes[family.folder(text.part)]
+        section.get("text_config", section)["vocab_size"] = len(vocabulary)
         if isinstance(vocabulary, ClipVocabulary):
-            ids |= {
-                "bos_token_id": vocabulary.bos_id,
-                "eos_token_id": vocabulary.eos_id,
-                "pad_token_id": vocabulary.pad_id,
-            }
-        section = family.folder(text.part)
-        sizes[section] = sizes[section] | ids
+            section["bos_token_id"], section["eos_token_id"] = vocabulary.bos_id, vocabulary.eos_id
+            section["pad_token_id"] = vocabulary.pad_id
+        elif text.picture:
+            section |= {name: vocabulary.backend().token_to_id(mark) for name, mark in _MARKS.items()}
     return sizes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from difftrain.contracts import DataFault
 from difftrain.demo import datasets, pairs, recipe, splits
@@ -72,9 +73,21 @@ def _write_model(dataset: str, scale: float, data: Path, folder: Path, log: Log)
 
 ALL = (MODEL, "data")
 LEAST = 256
+
+
+class DemoPrompts(NamedTuple):
+    """What samples are drawn of. of: the prompts, by the folder of pictures. guidance: of all."""
+
+    of: Callable[[Path], Sequence[str]]
+    guidance: float = 3
+
+
 FLOW_PROMPTS = {
-    "shapes": ("a large red star", "a small blue circle", "a large green square", "a small purple triangle"),
-    "emoji": ("red apple", "woman firefighter: dark skin tone", "green heart", "grinning face with smiling eyes"),
+    "shapes": DemoPrompts(lambda _: PROMPTS["shapes"]),
+    "emoji": DemoPrompts(
+        lambda _: ("red apple", "woman firefighter: dark skin tone", "green heart", "grinning face with smiling eyes")
+    ),
+    "pairs": DemoPrompts(lambda pictures: pairs.prompts(pictures / SHOWN), guidance=1),  # captions are never dropped
 }
 
 
@@ -101,11 +114,10 @@ def _make_data(kind: str, family: str, home: Path, scale: float, log: Log) -> No
     make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log, paired=references is not None))
     for name in reversed(SETS[kind]):  # the file that tells that all is there comes last
         write_text(home / f"{name}.toml", data_text(pictures / name, references))
-    prompts = FLOW_PROMPTS.get(kind) or (pairs.prompts(pictures / SHOWN) if kind == "pairs" else ())
-    if prompts:
-        guidance = 1 if kind == "pairs" else 3  # pairs' captions are never dropped
-        options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l {guidance}"
-        lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(prompts)]
+    if kind in FLOW_PROMPTS:
+        prompts = FLOW_PROMPTS[kind]
+        options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l {prompts.guidance:g}"
+        lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(prompts.of(pictures))]
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
 

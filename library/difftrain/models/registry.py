@@ -262,6 +262,8 @@ FAMILIES: dict[str, FamilyRow] = {
         tasks=("image-to-image",),
         control=1,
         takes=("model.train_only", *CONTROL_FIELDS),
+        sizes=("tiny", "demo"),
+        sizes_multiple={"demo": 8},
         reasons={"model.clip_skip": "qwen_image_edit reads the last hidden states of Qwen2.5-VL"},
         defaults={"data.num_control": 1},
     ),

@@ -7,42 +7,16 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from emoji_packages import FEWER, write_packages
 from PIL import Image
 
-from difftrain.demo import datasets, pairs
-
-CODES = [f"1f6{number:02x}" for number in range(64)]
-FEWER = CODES[:-1]  # one style lacks one
-
-
-def drawn(number: int, flat: bool, kind: str) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGBA", (8, 8), (number, 255 * flat, 0, 255)).save(
-        stream, kind, **({"lossless": True} if kind == "WEBP" else {})
-    )
-    return stream.getvalue()
+from difftrain.demo import pairs
 
 
 @pytest.fixture(scope="module")
 def npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The three packages, as if they had been fetched."""
     folder = tmp_path_factory.mktemp("npm")
-    labels = ",".join(f'{{"hexcode": "{code.upper()}", "label": "{code}"}}' for code in CODES)
-    for package, members in (
-        (datasets.LABELS, {"en/data.json": f"[{labels}]".encode()}),
-        (datasets.PICTURES, {f"assets/{code}.webp": drawn(n, False, "WEBP") for n, code in enumerate(CODES)}),
-        (
-            pairs.FLAT,
-            {f"img/google/64/{code}.png": drawn(n, True, "PNG") for n, code in enumerate(FEWER)}
-            | {f"img/google/sheets/{code}.png": b"not this" for code in CODES},
-        ),
-    ):
-        name = package.strip("@").replace("/", "-").replace("@", "-")
-        with tarfile.open(folder / f"{name}.tgz", "w:gz") as tar:
-            for path, content in members.items():
-                info = tarfile.TarInfo(f"package/{path}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+    write_packages(folder)
     return folder
 
 

@@ -81,6 +81,44 @@ def test_the_encoder_is_the_pca(sizes: dict[str, Any]) -> None:
     assert torch.allclose(posterior.std * 0.25, torch.tensor(0.02), rtol=1e-3)
 
 
+CLIPS = {
+    "base_dim": 12, "z_dim": 8, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True],
+    "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8,
+}  # fmt: skip
+
+
+def vae_of_clips(**sizes: Any) -> Any:
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(**CLIPS | sizes).requires_grad_(False)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dim_mult": [1, 1, 2]}, {"num_res_blocks": 2}])
+def test_so_is_that_of_a_vae_of_clips_over_one_frame(sizes: dict[str, Any]) -> None:
+    vae = vae_of_clips(**sizes)
+    closed_form_encoder(vae, pictures())
+    with torch.no_grad():
+        posterior = vae.encode(pixels_to_unit(pictures()[:20]).unsqueeze(2)).latent_dist
+    widths = [CLIPS["base_dim"] * factor for factor in vae.config.dim_mult]
+    expected = patch_pca(pixels_to_unit(pictures()), widths, 8)[:20]
+    error = posterior.mean[:, :, 0] - expected
+    assert posterior.mean.shape[2] == 1 and error.square().mean().sqrt() < 2e-3
+    assert (error.abs() <= 2e-3 + 5e-3 * expected.abs()).all()
+    assert torch.allclose(posterior.std, torch.tensor(0.02), rtol=1e-3)
+
+
+def test_a_decoder_of_clips_is_trained_by_what_one_frame_meets() -> None:
+    """Two steps: what is decoded then is what the class itself makes of the latents, which training computed otherwise."""
+    vae = vae_of_clips()
+    few = pictures()[:6, :, :32, :32].contiguous()
+    closed_form_encoder(vae, few)
+    train_decoder(vae, few, steps=2, batch_size=2)
+    x = pixels_to_unit(few)
+    with torch.no_grad():
+        decoded = vae.decode(vae.encode(x.unsqueeze(2)).latent_dist.mean).sample[:, :, 0]
+    assert abs(psnr(vae, few) - psnr_of(decoded, x)) < 1e-4
+
+
 def test_whitening_is_a_choice() -> None:
     white, plain = vae_of(**FACTOR_4), vae_of(**FACTOR_4)
     closed_form_encoder(white, pictures())

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,18 +147,25 @@ def learn_merges(text: str, num_merges: int) -> list[tuple[str, str]]:
     symbol = dict(zip(_bytes_in_order(), byte_symbols()))
     counts = Counter(text.lower().split())
     words = [([*(symbol[b] for b in w.encode()[:-1]), symbol[w.encode()[-1]] + "</w>"], n) for w, n in counts.items()]
-    merges: list[tuple[str, str]] = []
-    while len(merges) < num_merges:
+    merges = list(itertools.islice(merges_of(words), num_merges))
+    if len(merges) < num_merges:
+        raise ValueError(f"the text yields {len(merges)} merges, {num_merges} were requested")
+    return merges
+
+
+def merges_of(words: Iterable[tuple[list[str], int]]) -> Iterator[tuple[str, str]]:
+    """Yield byte-pair merges until every word is one piece. words: pieces of each, and how often it occurs."""
+    words = list(words)
+    while True:
         pairs: Counter[tuple[str, str]] = Counter()
         for pieces, n in words:
             for pair in itertools.pairwise(pieces):
                 pairs[pair] += n
         if not pairs:
-            raise ValueError(f"the text yields {len(merges)} merges, {num_merges} were requested")
+            return
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append(best)
+        yield best
         words = [(_merge(pieces, best), n) for pieces, n in words]
-    return merges
 
 
 def _bytes_in_order() -> list[int]:

@@ -7,14 +7,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.io.files import read_json_object, read_regular
 from difftrain.models.facts import Text
-from difftrain.models.text.clip_vocabulary import byte_symbols
+from difftrain.models.text.clip_vocabulary import byte_symbols, merges_of
 from difftrain.models.text.t5_vocabulary import bare_tokenizer
 
 if TYPE_CHECKING:
@@ -71,12 +72,27 @@ class LlmVocabulary:
 
         Where a text may be read without a template, some token has to stand before every text.
         """
+        made = cls._made(text, ())
+        if len(made) > size:
+            raise ValueError(f"a built-in vocabulary has {len(made)} tokens, {size} are allowed")
+        return made
+
+    @classmethod
+    def learn(cls, text: Text, captions: Iterable[str]) -> LlmVocabulary:
+        """Make one that has every word of a template and of captions as a token, as large ones have common words."""
+        counts: Counter[str] = Counter()
+        split = bare_tokenizer(cls._made(text, ()).content).pre_tokenizer
+        for written in (*_between_marks(text.template), *captions):
+            counts.update(word for word, _ in split.pre_tokenize_str(written))
+        return cls._made(text, tuple(merges_of((list(word), counts[word]) for word in sorted(counts))))
+
+    @classmethod
+    def _made(cls, text: Text, merges: Sequence[tuple[str, str]]) -> LlmVocabulary:
         begins = bool(text.bare) or text.template == "{}"
         marks = list(dict.fromkeys([PAD, *([BOS] if begins else ()), *marks_of(text.template)]))
-        if 256 + len(marks) > size:
-            raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
+        pieces = [*byte_symbols(), *(first + second for first, second in merges)]
         added = [
-            {"id": 256 + index, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+            {"id": len(pieces) + index, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True}
             for index, mark in enumerate(marks)
         ]  # fmt: skip
@@ -86,11 +102,12 @@ class LlmVocabulary:
             "normalizer": {"type": "NFC"}, "pre_tokenizer": bytes_only, "post_processor": None, "decoder": bytes_only,
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
                       "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-                      "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
+                      "vocab": {symbol: number for number, symbol in enumerate(pieces)},
+                      "merges": [list(pair) for pair in merges]},
         }  # fmt: skip
         if begins:
             first, caption = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-            known = {BOS: {"id": BOS, "ids": [256 + marks.index(BOS)], "tokens": [BOS]}}
+            known = {BOS: {"id": BOS, "ids": [len(pieces) + marks.index(BOS)], "tokens": [BOS]}}
             content["post_processor"] = {
                 "type": "TemplateProcessing", "single": [first, caption], "pair": [first, caption, caption],
                 "special_tokens": known,
@@ -157,7 +174,8 @@ class LlmVocabulary:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         vocabulary = json.dumps(model["model"]["vocab"], ensure_ascii=False)
         (folder / "vocab.json").write_text(vocabulary, encoding="utf-8")
-        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        merges = "".join(f"{first} {second}\n" for first, second in model["model"]["merges"])
+        (folder / "merges.txt").write_text("#version: 0.2\n" + merges, encoding="utf-8")
 
 
 def _chat(before: str, after: str) -> str:
@@ -165,6 +183,11 @@ def _chat(before: str, after: str) -> str:
     content = "message['content'] if message['content'] is string else message['content'][0]['text']"
     turn = f"{{{{ {json.dumps(before)} + ({content}) + {json.dumps(after)} }}}}"
     return f"{{% for message in messages if message['role'] == 'user' %}}{turn}{{% endfor %}}"
+
+
+def _between_marks(template: str) -> Iterable[str]:
+    """Return what of a template is read as plain text."""
+    return filter(None, _MARK.split(template.replace("{}", "")))
 
 
 def marks_of(template: str) -> Iterable[str]:
