@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,6 +187,7 @@ class DemoFit(NamedTuple):
 
 FITS = {"shapes": DemoFit(52, 250, 100), "emoji": DemoFit(1000, 800, 300), "pairs": DemoFit(20, 800, 0)}
 _MARKS = {"image_token_id": IMAGE, "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+SEEN = 128 * 128  # pixels that an encoder reads of a picture, which has been brought to a family's area before
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
 
 
@@ -212,6 +214,7 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: 
         def fit(model: Any, parts: Any) -> None:
             pictures = load_pictures(data)
             fit_vae(parts.frozen["vae"], pictures, steps.vae_steps, log)
+            model.sights = tuple(sight and replace(sight, most=SEEN) for sight in model.sights)
             if steps.text_steps:
                 _fit_clips(model, parts, captions, pictures, steps.text_steps, log)
 
