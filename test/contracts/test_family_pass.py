@@ -13,6 +13,7 @@ from families import Tiny, batch_of, bucket_of, diffusers_forward, needs_blocks,
 
 from difftrain.engine.stages import drop
 from difftrain.models import passes
+from difftrain.models.registry import FAMILIES
 
 CASES = {
     "masked": ("a cat on a red table", "two dogs"),
@@ -37,6 +38,19 @@ def test_the_pass_is_diffusers_forward_without_a_mask(tiny: Tiny) -> None:
     inputs.conditions = {name: each for name, each in inputs.conditions.items() if each.dtype != torch.bool}
     with torch.no_grad():
         assert torch.equal(own_pass(tiny, inputs), diffusers_forward(tiny, inputs))
+
+
+def test_references_may_have_a_size_of_their_own(tiny: Tiny) -> None:
+    """Larger than the image that is drawn, and of another shape."""
+    if FAMILIES[tiny.family.name].control_area is None:
+        pytest.skip("it is shown no references, or such as its image")
+    inputs = tiny.inputs()
+    for name in [name for name in inputs.conditions if name.startswith("control")]:
+        *leading, height, width = inputs.conditions[name].shape
+        inputs.conditions[name] = torch.randn(*leading, height + 4, 2 * width)
+    with torch.no_grad():
+        ours = own_pass(tiny, inputs)
+        assert ours.shape == inputs.x_t.shape and torch.equal(ours, diffusers_forward(tiny, inputs))
 
 
 def test_the_pass_is_diffusers_forward_in_bf16(tiny: Tiny) -> None:

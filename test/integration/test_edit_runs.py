@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from difftrain.cli import main
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.kohya import resolve
 from difftrain.config.parse_keys import parse
-from difftrain.contracts import ConfigFault
+from difftrain.contracts import Bucket, ConfigFault, ReferenceArea
 from difftrain.demo.prepare import make
+from difftrain.models.registry import FAMILIES, make_family
 from difftrain.train.inspect import inspect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +86,44 @@ def test_a_reference_that_changes_is_encoded_again_and_nothing_else(
     assert len(encoded) == 1 and "control_latents" in encoded[0] and "1 to be encoded" in encoded[0]
 
 
+def test_references_may_have_the_area_of_the_pipeline(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 96 px beside images of 64 px here: cached as online, mirrored with their images, encoded again, and drawn from."""
+    monkeypatch.setitem(
+        FAMILIES, "flux_kontext", replace(FAMILIES["flux_kontext"], control_area=ReferenceArea(96 * 96))
+    )
+    area = ("--data.control_size=area", f"--data.cache_dir={tmp_path / 'cache'}")
+    batches(configured(place, f"--data.cache_dir={tmp_path / 'cache'}"), flipped)
+    with caplog.at_level("INFO", logger="difftrain"):
+        family, parts, _, cached = batches(configured(place, *area), flipped)
+    (encoded,) = [line for line in caplog.messages if "to be encoded" in line]
+    assert "control_latents" in encoded
+    plain = batches(configured(place, *area, "--cache.latents_to_disk=false", "--cache.text_to_disk=false"), flipped)[3]
+    for ours, theirs in zip(cached, plain, strict=True):
+        a, b = (family.references(batch, parts)["control"] for batch in (ours, theirs))
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert theirs.features["control_pixels"].shape[-2:] == (96, 96)
+        assert [2 * side for side in a.shape[-2:]] == [3 * side for side in family.latents(ours, parts).shape[-2:]]
+    shown = torch.nn.functional.avg_pool2d(torch.cat([b.features["control_pixels"] for b in plain]).float(), 3)
+    made = torch.nn.functional.avg_pool2d(torch.cat([b.features["pixels"] for b in plain]).float(), 2)
+    assert float(((made.amin(1) > 250).float() - (shown.amin(1) > 250).float()).abs().mean()) < 0.02
+
+    # a step, what it costs, and samples
+    inputs = family.inputs(cached[0], parts)
+    assert family.loss_sums(family.forward(parts.root, inputs), inputs)["loss"].isfinite()
+    usual = make_family(configured(place))
+    assert family.flops_per_sample(parts, Bucket(64, 64)) > usual.flops_per_sample(parts, Bucket(64, 64))
+    drawn = [
+        "generate", "--device=cpu", f"--weights={place / 'demo' / 'model'}", "--prompt=a star --w 64 --h 64 --s 1 --d 1",
+        f"--control={place / 'demo' / 'pictures' / 'reference' / '000.png'}",
+    ]  # fmt: skip
+    for size in ("target", "area"):
+        assert main([*drawn, f"--control_size={size}", f"--output={tmp_path / f'{size}.png'}"]) == 0
+    first, second = (np.asarray(Image.open(tmp_path / f"{size}.png")) for size in ("target", "area"))
+    assert first.shape == second.shape and not np.array_equal(first, second)
+
+
 def test_dropped_references_are_zeros_by_a_draw_of_the_use(place: Path) -> None:
     family, parts, _, made = batches(configured(place, "--data.control_dropout=0.3"))
     zeros = torch.cat([(family.references(batch, parts)["control"].flatten(1) == 0).all(1) for batch in made])
@@ -110,6 +150,8 @@ def test_what_does_not_fit_is_named(place: Path, tmp_path: Path) -> None:
     assert about(said, "control_dirs", "flux") and any(names(one, "control_path") for one in said)
     assert about(refused(place, "--data.num_control=0"), "num_control", "0", "Kontext")
     assert about(refused(place, "--data.num_control=4"), "num_control", "4")
+    assert about(refused(place, "--model.type=omnigen2", "--data.control_size=area"), "control_size", "omnigen2")
+    assert about(refused(place, "--model.type=flux", "--data.control_size=area"), "control_size", "flux")
     (tmp_path / "d.toml").write_text(
         f"resolutions = [64]\n[[directory]]\npath = '{place / 'demo' / 'pictures' / 'train'}'\n"
         f"control_path = ['{place}', '{tmp_path}']\n"

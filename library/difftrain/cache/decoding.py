@@ -197,7 +197,7 @@ class DecodingDataset(Dataset[Any]):
             raise Unusable(CHANGED_SINCE, f"{what} is not what it was when it was indexed")
         if self._control:
             return [
-                fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
+                fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder, recipe.control_area)
                 for number, data in zip(self._numbers, files, strict=True)
             ]
         (data,) = files

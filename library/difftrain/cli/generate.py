@@ -56,6 +56,8 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("flow_shift", "float", "", "time shift of a flow model, in place of the model's own"),
     Row("sampler", "str", "sample.sampler"),
     Row("control", "str", "", "reference image of a model that edits images, for prompts without --ci; may be given several times"),
+    Row("control_size", "str", "data.control_size", "target: references are brought to the size that is drawn; area: to that of the family's"
+        " pipeline; not given: as in the training, target for weights alone"),
     Row("image", "str", "", "image to start from (img2img)"),
     Row("mask", "str", "", "mask for --image (inpainting): white is redrawn, black is kept; same size as the image"),
     Row("strength", "float", "", "denoising strength for --image, above 0 and up to 1; 0.75 by default"),

@@ -51,6 +51,7 @@ ADDED = frozenset({
     "adapter.exclude_modules", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.decompose_factor",
     "adapter.init_from_existing", "adapter.fuse_adapters",
     "training.allow_tf32", "data.num_control", "data.control_columns", "data.control_dropout",
+    "data.control_size",
 })  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from difftrain.contracts.family import (
     image_feature,
     reads_both,
 )
-from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
+from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, ReferenceArea, Reject
 
 __all__ = [
     "CAPTION",
@@ -64,6 +64,7 @@ __all__ = [
     "NoiseMix",
     "Parts",
     "Record",
+    "ReferenceArea",
     "Reject",
     "RunFacts",
     "Snapshot",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from difftrain.contracts.records import Batch, Bucket
+from difftrain.contracts.records import Batch, Bucket, ReferenceArea
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ class Feature:
     per_cell: pixels of the side of a cell, where an encoder of captions reads the picture too: each whole cell adds a
     row to a sequence, (length + (height // per_cell) (width // per_cell), channels), and to a vector, its mask, a place.
     seen: says how many they add where that encoder brings what it sees to a size of its own. Picklable.
+    own: of a reference image that is not of its image's size: it lies over a size of its own.
     """
 
     channels: int
@@ -34,11 +35,13 @@ class Feature:
     frames: int = 0
     per_cell: int = 0
     seen: Callable[[Bucket], int] | None = None
+    own: ReferenceArea | None = None
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
         if self.factor:
-            return _over(bucket, self.channels, self.factor, self.frames)
+            lies_over = bucket if self.own is None else self.own.bucket(bucket)
+            return _over(lies_over, self.channels, self.factor, self.frames)
         cells = (bucket.height // self.per_cell) * (bucket.width // self.per_cell) if self.per_cell else 0
         cells += self.seen(bucket) if self.seen is not None else 0
         return (self.length + cells, self.channels) if self.length else (self.channels + cells,)
@@ -281,6 +284,8 @@ class Drawer(Protocol):
     @property
     def native_size(self) -> tuple[int, int]: ...  # (height, width) that the training saw, or the model's own
     def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]: ...
+    # of a reference image of a shape, where a picture of size_hw is drawn
+    def reference_size(self, size_hw: tuple[int, int], shape_hw: tuple[int, int]) -> tuple[int, int]: ...
     def tokens(self, size_hw: tuple[int, int]) -> int: ...
     def conditions(
         self,

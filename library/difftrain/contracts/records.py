@@ -20,6 +20,31 @@ class Bucket(NamedTuple):
         return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
 
+@dataclass(frozen=True)
+class ReferenceArea:
+    """Say to which size a family's pipeline brings a reference image, by its shape. Sizes are (height, width) in pixels.
+
+    area: of it, sides in multiples of `multiple`; listed: the one of these whose shape is nearest counts instead.
+    """
+
+    area: int
+    multiple: int = 32
+    listed: tuple[tuple[int, int], ...] = ()
+
+    def size_hw(self, shape_hw: tuple[int, int]) -> tuple[int, int]:
+        """Return the size of a reference that is shaped like this."""
+        ratio = shape_hw[1] / shape_hw[0]
+        if self.listed:
+            return min(self.listed, key=lambda size: abs(ratio - size[1] / size[0]))
+        width = (self.area * ratio) ** 0.5
+        height, width = (max(1, round(side / self.multiple)) * self.multiple for side in (width / ratio, width))
+        return height, width
+
+    def bucket(self, bucket: Bucket) -> Bucket:
+        """Return what references lie over whose images are of a bucket."""
+        return Bucket(*self.size_hw((bucket.height, bucket.width)))
+
+
 @dataclass(frozen=True, slots=True)
 class MediaRef:
     """Locate media bytes: a file of a source, or a part of one.

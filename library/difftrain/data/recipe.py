@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from difftrain.config.datasets.datasets import datasets_of
+from difftrain.config.schema.families import control_area_of
 from difftrain.config.schema.sections import CaptionSection
 from difftrain.data.captions import varies
 from difftrain.data.media.decoders import HOST
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
-    from difftrain.contracts import Record
+    from difftrain.contracts import Record, ReferenceArea
     from difftrain.data.sources import SourceInfo
 
 
@@ -25,7 +26,8 @@ class Recipe:
     """Say how a record of one source becomes a sample. Picklable.
 
     batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. masks: where
-    those of the loss lie that are files of their own. num_control: reference images that each picture has. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
+    those of the loss lie that are files of their own. num_control: reference images that each picture has. control_area: the size that these
+    are brought to; None: their picture's. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
     num_variants: captions of a record, of which each use draws one; None: each use has one of its own.
     """
 
@@ -39,6 +41,7 @@ class Recipe:
     alpha_mask: bool = False
     masks: Masks | None = None
     num_control: int = 0
+    control_area: ReferenceArea | None = None
     interpolation: str | None = None
     loss_weight: float = 1.0
     is_reg: bool = False
@@ -106,6 +109,7 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         alpha_mask=subset.alpha_mask,
         masks=_masks(subset) if cfg.loss.masked else None,
         num_control=cfg.data.num_control,
+        control_area=control_area_of(cfg),
         interpolation=subset.resize_interpolation,
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,

@@ -159,7 +159,9 @@ class SampleMaker:
         references = []
         for number in range(recipe.num_control):
             data = self.index.read(record.control[number])
-            pixels = fit_reference(record, number, data, window, recipe.interpolation, recipe.decoder)
+            pixels = fit_reference(
+                record, number, data, window, recipe.interpolation, recipe.decoder, recipe.control_area
+            )
             if recipe.color_aug:
                 pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
             references.append(pixels)

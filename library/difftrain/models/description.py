@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.adapters import chosen_layers, is_adapter, put_in
+from difftrain.config.schema.families import control_area_of
 from difftrain.config.schema.rates import part_rates
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
@@ -22,6 +23,7 @@ from difftrain.contracts import (
     Feature,
     FeatureSpec,
     Parts,
+    ReferenceArea,
 )
 from difftrain.models import build as known
 from difftrain.models import passes, routing
@@ -219,6 +221,17 @@ class Description:
         return max(self.row.control_least, self.cfg.data.num_control) if self.row.control else 0
 
     @property
+    def control_area(self) -> ReferenceArea | None:
+        """Say which size reference images have; None: their image's."""
+        return control_area_of(self.cfg)
+
+    @property
+    def control_feature(self) -> Feature:
+        """Describe the raw latents of one reference image."""
+        vae = self.vae
+        return Feature(vae.raw_channels, vae.raw_factor, frames=vae.frames, own=self.control_area)
+
+    @property
     def token(self) -> int:
         """Pixels along a token's side, of which both sides of a picture are multiples."""
         return self.vae.factor * self.patch
@@ -259,9 +272,10 @@ class Description:
         folder = root / self.processor if root is not None else None
         stored = processor_of(folder) if folder is not None else {}
         try:
-            return Sight.of(text.area, self.num_control, self.source.complete(text.part), stored)
+            sight = Sight.of(text.area, self.num_control, self.source.complete(text.part), stored)
         except ValueError as error:
             raise ConfigFault([Fault(str(folder), str(error))]) from None
+        return replace(sight, own=self.control_area)
 
     def sight_faults(self) -> list[Fault]:
         """Find what does not go with encoders that see reference images."""

@@ -67,7 +67,7 @@ class ModelFamily(BaseFamily):
         made = {"latents": latents_encoder(self.cfg, parts, raw, dtype, fingerprint)}
         for number in range(self.num_control):
             name = f"{control_name(number)}_latents"
-            made[name] = control_encoder(self.cfg, parts, number, raw, dtype, fingerprint)
+            made[name] = control_encoder(self.cfg, parts, number, self.control_feature, dtype, fingerprint)
         for position, text in enumerate(self.texts, start=1):
             if text.part not in self.in_root:
                 made[text.part] = self._text_encoder(parts, position)
@@ -201,6 +201,11 @@ class FamilyDrawer:
     def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of one picture's noise."""
         return self.family.features.draws["noise"].shape(Bucket(*size_hw))
+
+    def reference_size(self, size_hw: tuple[int, int], shape_hw: tuple[int, int]) -> tuple[int, int]:
+        """Return the size that a reference of a shape is brought to, where a picture of size_hw is drawn."""
+        area = self.family.control_area
+        return size_hw if area is None else area.size_hw(shape_hw)
 
     def tokens(self, size_hw: tuple[int, int]) -> int:
         """Count the tokens of a picture, for shifts that follow them."""

@@ -42,6 +42,7 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
     seen = [sight(bucket) for sight in family.sights if sight is not None]
+    shown = family.control_area.bucket(bucket) if family.control_area is not None else ()
     inputs = [
         family.name,
         sizes,
@@ -51,6 +52,7 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
         family.cfg.adapter.model_dump_json(),
         speed,
         family.num_control,
+        *shown,
     ]
     key = json.dumps([*inputs, *seen, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
@@ -148,7 +150,9 @@ def step_on_meta(family: BaseFamily, bucket: Bucket) -> float:
 def blank_inputs(
     family: BaseFamily, bucket: Bucket, device: str = "meta", batch: int = 1, texts_of: Bucket | None = None
 ) -> Inputs:
-    """Make inputs of the shapes of a bucket, without content. texts_of: whose texts they have, where not its own."""
+    """Make inputs of the shapes of a bucket, without content. texts_of: whose texts they have, where not its own,
+    and whose references where these have a size of their own.
+    """
 
     def blank(*shape: int) -> torch.Tensor:
         return torch.zeros((batch, *shape), device=device)
@@ -174,7 +178,9 @@ def blank_inputs(
         # which tokens are kept has no bearing on the count, only how many
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
     x = blank(*draws["noise"].shape(bucket))
-    conditions |= {control_name(number): x for number in range(family.num_control)}
+    area = family.control_area
+    shown = x if area is None else blank(*draws["noise"].shape(area.bucket(texts_of or bucket)))
+    conditions |= {control_name(number): shown for number in range(family.num_control)}
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
     return Inputs(
         x,

@@ -13,6 +13,8 @@ from difftrain.contracts import ConfigFault, Family, Fault
 from difftrain.models.row import (
     CONTROL_FIELDS,
     FOLDER_LAYOUTS,
+    KONTEXT_SIZES,
+    MILLION,
     ONE_ENCODER,
     ROUTED_FIELDS,
     UNET_FIELDS,
@@ -194,7 +196,8 @@ FAMILIES: dict[str, FamilyRow] = {
         sizes=("tiny", "demo"),
         sizes_multiple={"demo": 8},
         control=3,
-        takes=("model.guidance", "model.train_only", *CONTROL_FIELDS),
+        control_area=KONTEXT_SIZES,
+        takes=("model.guidance", "model.train_only", "data.control_size", *CONTROL_FIELDS),
         reasons={
             "model.clip_skip": "flux_kontext takes the pooled output of CLIP",
             "model.max_token_length": "flux_kontext's CLIP encoder reads 77 tokens",
@@ -261,7 +264,8 @@ FAMILIES: dict[str, FamilyRow] = {
         encoders=("llm",),
         tasks=("image-to-image",),
         control=1,
-        takes=("model.train_only", *CONTROL_FIELDS),
+        control_area=MILLION,
+        takes=("model.train_only", "data.control_size", *CONTROL_FIELDS),
         sizes=("tiny", "demo"),
         sizes_multiple={"demo": 8},
         reasons={"model.clip_skip": "qwen_image_edit reads the last hidden states of Qwen2.5-VL"},
@@ -280,7 +284,8 @@ FAMILIES: dict[str, FamilyRow] = {
         encoders=("llm",),
         tasks=("image-to-image",),
         control=3,
-        takes=("model.train_only", *CONTROL_FIELDS),
+        control_area=MILLION,
+        takes=("model.train_only", "data.control_size", *CONTROL_FIELDS),
         reasons={"model.clip_skip": "qwen_image_edit_plus reads the last hidden states of Qwen2.5-VL"},
         defaults={"data.num_control": 1},
     ),
@@ -377,7 +382,10 @@ FAMILIES: dict[str, FamilyRow] = {
         control=3,
         control_least=0,
         takes=("model.train_only", *CONTROL_FIELDS),
-        reasons={"model.clip_skip": "omnigen2 reads the last hidden states of Qwen2.5-VL"},
+        reasons={
+            "model.clip_skip": "omnigen2 reads the last hidden states of Qwen2.5-VL",
+            "data.control_size": "omnigen2's pass refines references of its image's size",
+        },
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none

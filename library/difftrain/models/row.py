@@ -1,7 +1,7 @@
 """What a family's row says, and what rows have in common.
 
-A row is literal data that is read without torch. The maths stands where `target` says. This file imports nothing but the
-standard library, so that configuration, which lies below the models, may read it.
+A row is literal data that is read without torch. The maths stands where `target` says. This file imports nothing but
+contracts and the standard library, so that configuration, which lies below the models, may read it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from difftrain.contracts import ReferenceArea
 
 LAYOUTS = ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")
 FOLDER_LAYOUTS = ("diffusers", "diffusers_safetensors")
@@ -47,7 +49,8 @@ class FamilyRow:
     layouts: tuple[str, ...] = LAYOUTS
     trains: tuple[str, ...] = ()
     clips: bool = False  # whether data may hold clips
-    control: int = 0  # reference images that it is shown, at most; each has the image's own size
+    control: int = 0  # reference images that it is shown, at most; each has its image's size, or one of its own
+    control_area: ReferenceArea | None = None  # which that is, where it may be: positions of references are their own
     control_least: int = 1  # of these, where it is shown any: 0 of a model that also draws from captions alone
     pipeline_module: str = "diffusers"
     told_by: tuple[str, Any] | None = None
@@ -72,6 +75,10 @@ FLOW_FIELDS = ("flow", "repa", "model.transformer")
 ROUTED_FIELDS = ("tread", "patch_masking")
 # of those that edit: images that they are shown
 CONTROL_FIELDS = ("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout")
+# what pipelines bring references to, in their own shape: a million pixels, or one of Kontext's sizes
+MILLION = ReferenceArea(1024 * 1024)
+_TALL = ((1568, 672), (1504, 688), (1456, 720), (1392, 752), (1328, 800), (1248, 832), (1184, 880), (1104, 944))
+KONTEXT_SIZES = ReferenceArea(1024 * 1024, 16, (*_TALL, (1024, 1024), *((width, height) for height, width in _TALL)))
 # what every UNet over CLIP has
 UNET_FIELDS = (
     "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,7 @@ def draw_one(
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
     name = prompt.sample_sampler or sampler
     stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift, mu=model.mu)
-    shown = [reference_pixels(file, size) for file in prompt.control_image]
+    shown = [reference_pixels(file, partial(model.reference_size, size)) for file in prompt.control_image]
     conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale, shown)
     device = next(iter(conditions.values())).device
     latents = walk(

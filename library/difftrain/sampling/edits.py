@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,15 +124,16 @@ def check_references(prompts: Sequence[Prompt]) -> None:
         raise ConfigFault(faults)
 
 
-def reference_pixels(file: str, size_hw: tuple[int, int]) -> Tensor:
-    """Bring a reference image to the size that is drawn, its middle where its shape is another. Shape: (1, 3, H, W) uint8.
+def reference_pixels(file: str, size_of: Callable[[tuple[int, int]], tuple[int, int]]) -> Tensor:
+    """Bring a reference image to the size that one of its shape is shown in, its middle where that has another shape.
 
-    Raises ConfigFault.
+    Shapes: size_of (height, width) -> (height, width); (1, 3, H, W) uint8. Raises ConfigFault.
     """
     from PIL import Image as images
     from PIL import ImageOps
 
-    image, (height, width) = reference_image(file), size_hw
+    image = reference_image(file)
+    height, width = size_of((image.height, image.width))
     if image.size != (width, height):
         image = ImageOps.fit(image, (width, height), images.Resampling.LANCZOS)
     return torch.from_numpy(np.asarray(image).copy()).movedim(-1, 0)[None]

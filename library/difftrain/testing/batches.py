@@ -49,7 +49,8 @@ def cached_batch(family: ModelFamily, bucket: Bucket, size: int, *, seed: int = 
     else:
         features = {LATENTS: mean}
     for number in range(family.num_control):
-        features[f"{control_name(number)}_{LATENTS}"] = torch.randn(size, *raw, generator=drawn)
+        shown = family.control_feature.shape(bucket)
+        features[f"{control_name(number)}_{LATENTS}"] = torch.randn(size, *shown, generator=drawn)
 
     # --- what text encoders make, the captions filling all tokens; sizes of the picture
     for position in range(1, len(family.texts) + 1):

@@ -26,7 +26,8 @@ def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidan
     for number in range(3):
         if (shown := told.get(control_name(number))) is not None:
             packed.append(FluxKontextPipeline._pack_latents(shown, *shown.shape))
-            ids = FluxKontextPipeline._prepare_latent_image_ids(count, height // 2, width // 2, x.device, x.dtype)
+            rows, columns = shown.shape[-2] // 2, shown.shape[-1] // 2
+            ids = FluxKontextPipeline._prepare_latent_image_ids(count, rows, columns, x.device, x.dtype)
             ids[..., 0] = number + 1
             places.append(ids)
     out = net(

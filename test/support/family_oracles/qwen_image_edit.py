@@ -25,13 +25,13 @@ def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidan
 
     count, channels, _, height, width = x.shape
     shown = [told[control_name(number)] for number in range(3) if control_name(number) in told]
-    packed = [QwenImagePipeline._pack_latents(each, count, channels, height, width) for each in (x, *shown)]
+    packed = [QwenImagePipeline._pack_latents(each, count, channels, *each.shape[-2:]) for each in (x, *shown)]
     out = net(
         hidden_states=torch.cat(packed, dim=1),
         timestep=t / 1000,
         encoder_hidden_states=told["tokens"],
         encoder_hidden_states_mask=told.get("mask"),
-        img_shapes=[[(1, height // 2, width // 2)] * len(packed)] * count,
+        img_shapes=[[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in (x, *shown)]] * count,
         return_dict=False,
     )[0]
     return QwenImagePipeline._unpack_latents(out[:, : packed[0].shape[1]], 8 * height, 8 * width, 8)

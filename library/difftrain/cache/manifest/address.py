@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from difftrain.contracts import Draw, MediaRef, Record
+from difftrain.data.media.control import scaled_cut
 from difftrain.data.media.crop import CropWindow, crop_window
 from difftrain.data.media.media import MEDIA_VERSION
 
@@ -155,7 +156,8 @@ class MediaTransforms:
         shape = [[bucket.frames, bucket.height, bucket.width], list(window.fit.resized_wh), list(window.crop)]
         words = [MEDIA_VERSION, *shape, bool(flip), recipe.interpolation, recipe.decoder]
         if self._kind == "reference":
-            return [*words, CONTROL_VERSION, "reference", list(size_hw)]
+            own = [*scaled_cut(window, recipe.control_area)] if recipe.control_area else []
+            return [*words, CONTROL_VERSION, "reference", list(size_hw), *own]
         if self._kind == "image":
             return [*words, "over alpha" if recipe.alpha_mask else "over white"]
         if recipe.masks is not None:

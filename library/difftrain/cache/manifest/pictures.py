@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,9 @@ class PictureEntries:
     def settings(self) -> list[Any]:
         """Return all that decides their manifest, the encoder aside, as JSON values."""
         known = hashlib.blake2b(self.contents[self.ids].tobytes(), digest_size=BYTES).hexdigest()
-        return [self.data.tables.folder.name, [pixel_settings(recipe) for recipe in self.data.recipes], known]
+        shown = [list(astuple(recipe.control_area)) for recipe in self.data.recipes if recipe.control_area]
+        shown = shown if "control" in self.request.encoder.source else []
+        return [self.data.tables.folder.name, [pixel_settings(recipe) for recipe in self.data.recipes], known, *shown]
 
     @cached_property
     def flips(self) -> np.ndarray:

@@ -182,6 +182,11 @@ class DataSection(SizeSection, PictureSection):
     control_columns: tuple[str, ...] = Field(
         (), description="parquet columns of the reference images, in order; unset: found by name"
     )
+    control_size: Literal["target", "area"] = Field(
+        "target",
+        description="target: a reference image has its image's size; area: as many pixels as the family's pipeline shows it with, about a million,"
+        " whatever the image's size; cut and mirrored as its image is either way",
+    )
     control_dropout: Share = Field(
         0.0, description="fraction of uses whose reference images are zeros, so that guidance may start from there"
     )

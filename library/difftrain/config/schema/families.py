@@ -16,6 +16,7 @@ from difftrain.models.row import FamilyRow
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import TrainConfig
+    from difftrain.contracts import ReferenceArea
 
 _LEAST = 8  # of sizes that tell nothing: others say what is wrong with them
 _DIFFUSION = "belongs to the noise schedule of SDXL, and {name} learns a rectified flow"
@@ -56,7 +57,8 @@ FIELDS: dict[str, tuple[str, str]] = {
             "t5_attention_mask", "enable_uncond_text_dropout", "uncond_text_dropout_prob", "guidance", "train_only",
         )), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(("loss.text_recon_gamma", "loss.text_recon_target_layer"), (_ALONE, _OR_TYPE)),
-    **dict.fromkeys(("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout"),
+    **dict.fromkeys(("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout",
+                     "data.control_size"),
                     (_NO_CONTROL, _OR_TYPE)),
 }  # fmt: skip
 
@@ -64,6 +66,11 @@ FIELDS: dict[str, tuple[str, str]] = {
 def row_of(cfg: TrainConfig) -> FamilyRow:
     """Return the row of a run's family."""
     return FAMILIES[cfg.model.family]
+
+
+def control_area_of(cfg: TrainConfig) -> ReferenceArea | None:
+    """Return the size that a run's reference images are brought to; None: they have their images' sizes."""
+    return row_of(cfg).control_area if cfg.data.control_size == "area" else None
 
 
 def learns_flow(cfg: TrainConfig) -> bool:

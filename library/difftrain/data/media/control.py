@@ -1,7 +1,8 @@
 """ControlImage images: what an editing model is shown of a sample, beside the image that it learns to make.
 
 They lie in other folders, by the images' names, or with their image in a tar or a parquet row. Each is cut, resized and
-mirrored as its image is, so that a pixel of one is where that of the other is.
+mirrored as its image is, so that a pixel of one is where that of the other is; or is as large as a family's pipeline shows
+it, cut in the same places.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Record
+from difftrain.contracts import Record, ReferenceArea
 from difftrain.data.media.crop import CropWindow
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import picture_at, stems_of
@@ -105,13 +106,36 @@ def look_at(reference: ControlImage, size_wh: tuple[int, int], *, full: bool) ->
 
 
 def fit_reference(
-    record: Record, number: int, data: bytes, window: CropWindow, interpolation: str | None, decoder: str = HOST
+    record: Record,
+    number: int,
+    data: bytes,
+    window: CropWindow,
+    interpolation: str | None,
+    decoder: str = HOST,
+    area: ReferenceArea | None = None,
 ) -> np.ndarray:
-    """Decode a reference, and resize, cut and mirror it as its image is. Shape: (3, H, W) uint8. Raises Unusable."""
+    """Decode a reference, and resize, cut and mirror it as its image is. Shape: (3, H, W) uint8. Raises Unusable.
+
+    area: it is shown larger or smaller than its image, the same part of it.
+    """
+    resized_wh, crop = scaled_cut(window, area)
     with naming(record.control[number].path):
-        rgb, size_wh = decode_for(data, window.fit.resized_wh, interpolation, decoder=decoder)
+        rgb, size_wh = decode_for(data, resized_wh, interpolation, decoder=decoder)
         _check_shape(size_wh, (record.size_hw[1], record.size_hw[0]))
-        return fit(rgb, window.fit.resized_wh, window.crop, window.flip, interpolation)
+        return fit(rgb, resized_wh, crop, window.flip, interpolation)
+
+
+def scaled_cut(window: CropWindow, area: ReferenceArea | None) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """Return what a reference is resized to, (width, height), and where it is cut: (left, top, width, height) in that."""
+    if area is None:
+        return window.fit.resized_wh, window.crop
+    bucket = window.fit.bucket
+    height, width = area.size_hw((bucket.height, bucket.width))
+    across, down = width / bucket.width, height / bucket.height
+    resized_wh = round(window.fit.resized_wh[0] * across), round(window.fit.resized_wh[1] * down)
+    left = min(round(window.left * across), resized_wh[0] - width)
+    top = min(round(window.top * down), resized_wh[1] - height)
+    return resized_wh, (left, top, width, height)
 
 
 def _check_shape(own_wh: tuple[int, int], size_wh: tuple[int, int]) -> None:

@@ -67,7 +67,7 @@ class Chroma(Flux):
         mask = conditions.get("mask")
         if mask is not None:
             mask = torch.cat((mask, mask.new_ones(image.shape[:2])), dim=1)
-        rope = self.rope(net, size, text.shape[1], x_t.device)
+        rope = self.rope(net, (size,), text.shape[1], x_t.device)
         return Tokens(image, text, _in_order(net, temb), size, rope=rope, more={"mask": mask})
 
     @staticmethod

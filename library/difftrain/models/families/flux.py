@@ -86,7 +86,7 @@ class Flux(ModelFamily):
         text = net.context_embedder(conditions["tokens"])
         temb = net.time_text_embed(t, *self._guidance(net, t, conditions), conditions["pooled"])
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        return Tokens(image, text, temb, size, rope=self.rope(net, size, text.shape[1], x_t.device))
+        return Tokens(image, text, temb, size, rope=self.rope(net, (size,), text.shape[1], x_t.device))
 
     def _guidance(self, net: Any, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return 1000 times the guidance that a distilled transformer is told; schnell is told none."""
@@ -112,18 +112,19 @@ class Flux(ModelFamily):
         )
 
     def rope(
-        self, net: Any, size: tuple[int, int], length: int, device: torch.device, images: int = 1
+        self, net: Any, sizes: tuple[tuple[int, int], ...], length: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and images: made in fp64 on the host, so equal on every device, once a size."""
-        key = (size, length, device, images)
+        """Return the rotary tables of text and images: made in fp64 on the host, so equal on every device, once for their sizes."""
+        key = (sizes, length, device)
         if key not in self._ropes:
-            cos, sin = net.pos_embed(self.places(size, length, images))
+            cos, sin = net.pos_embed(self.places(sizes, length))
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
 
-    def places(self, size: tuple[int, int], length: int, images: int) -> Tensor:
-        """Say where tokens of text and images lie: number of the image, row and column, (L + images N, 3)."""
-        return passes.behind_text(torch.cat([passes.grid(*size, first=number) for number in range(images)]), length)
+    def places(self, sizes: tuple[tuple[int, int], ...], length: int) -> Tensor:
+        """Say where tokens of text and images lie: number of the image, row and column, (L + N, 3)."""
+        grids = [passes.grid(*size, first=number) for number, size in enumerate(sizes)]
+        return passes.behind_text(torch.cat(grids), length)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind: both take and return text and image apart."""

@@ -98,11 +98,11 @@ class Flux2(Flux):
             "both": net.single_stream_modulation(temb),
         }
         size = (x_t.shape[-2], x_t.shape[-1])
-        return Tokens(image, text, temb, size, rope=self.rope(net, size, text.shape[1], x_t.device), more=more)
+        return Tokens(image, text, temb, size, rope=self.rope(net, (size,), text.shape[1], x_t.device), more=more)
 
-    def places(self, size: tuple[int, int], length: int, images: int) -> Tensor:
+    def places(self, sizes: tuple[tuple[int, int], ...], length: int) -> Tensor:
         """Say where tokens of text and images lie, as Flux.1 does, and on a fourth axis the place in the text."""
-        places = torch.nn.functional.pad(super().places(size, length, images), (0, 1))
+        places = torch.nn.functional.pad(super().places(sizes, length), (0, 1))
         places[:length, 3] = torch.arange(length)
         return places
 

@@ -27,14 +27,14 @@ class FluxKontext(Flux):
     modelspec = "flux-1-kontext-dev"
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
-        """Make tokens. Shapes: x_t and each reference (B, C, H, W), t (B,) in 0..1000 -> image (B, (1 + R) N, D)."""
+        """Make tokens. Shapes: x_t and references (B, C, h, w), t (B,) in 0..1000 -> image (B, N, D) of all."""
         shown = [conditions[name] for number in range(self.num_control) if (name := control_name(number)) in conditions]
         images = torch.cat([passes.pack(one, self.patch) for one in (x_t, *shown)], dim=1)
+        sizes = [(one.shape[-2] // self.patch, one.shape[-1] // self.patch) for one in (x_t, *shown)]
         temb = net.time_text_embed(t, *self._guidance(net, t, conditions), conditions["pooled"])
         text = net.context_embedder(conditions["tokens"])
-        size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        rope = self.rope(net, size, text.shape[1], x_t.device, 1 + len(shown))
-        return Tokens(net.x_embedder(images), text, temb, size, rope=rope)
+        rope = self.rope(net, tuple(sizes), text.shape[1], x_t.device)
+        return Tokens(net.x_embedder(images), text, temb, sizes[0], rope=rope)
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity of the image that is drawn, (B, C, H, W)."""

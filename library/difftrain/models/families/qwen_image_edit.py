@@ -44,20 +44,20 @@ class QwenImageEdit(QwenImage):
     )  # fmt: skip
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
-        """Make tokens. Shapes: x_t and each reference (B, C, 1, H, W), t (B,) in 0..1000 -> image (B, (1 + R) N, D)."""
+        """Make tokens. Shapes: x_t and references (B, C, 1, h, w), t (B,) in 0..1000 -> image (B, N, D) of all."""
         shown = [conditions[name] for number in range(self.num_control) if (name := control_name(number)) in conditions]
         images = [x_t, *shown]
         image = net.img_in(torch.cat([passes.pack(one[:, :, 0], self.patch) for one in images], dim=1))
         text = net.txt_in(net.txt_norm(conditions["tokens"]))
-        height, width = x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch
-        rope = self.rope(net, ((1, height, width),) * len(images), text.shape[1], x_t.device)
+        sizes = tuple((1, one.shape[-2] // self.patch, one.shape[-1] // self.patch) for one in images)
+        rope = self.rope(net, sizes, text.shape[1], x_t.device)
         more = {"mask": conditions.get("mask")}
         times = t / 1000.0
         if net.zero_cond_t:
             times = torch.cat((times, times * 0))
-            number = torch.arange(image.shape[1], device=image.device) // (height * width)
-            more["which"] = (number > 0).int().expand(len(image), -1)  # 1: modulated by the second half of temb
-        return Tokens(image, text, net.time_text_embed(times, image), (1, height, width), rope=rope, more=more)
+            behind = torch.arange(image.shape[1], device=image.device) >= sizes[0][1] * sizes[0][2]
+            more["which"] = behind.int().expand(len(image), -1)  # 1: modulated by the second half of temb
+        return Tokens(image, text, net.time_text_embed(times, image), sizes[0], rope=rope, more=more)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block, which takes and returns text and images apart."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from difftrain.contracts import Bucket
+from difftrain.contracts import Bucket, ReferenceArea
 from difftrain.io.files import read_json_object
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Sight:
 
     area: pixels that an image is brought to, in its own shape. count: images beside a caption. mark: id of the token that
     stands for one. patch: pixels of a side of a patch; merge: patches of a side of a cell, which is a row; frames: how
-    often an image is repeated in a patch. fewest, most: pixels that the encoder takes.
+    often an image is repeated in a patch. fewest, most: pixels that the encoder takes. own: which size images have that is
+    not their bucket's.
     """
 
     area: int
@@ -55,6 +56,7 @@ class Sight:
     most: int = 28 * 28 * 16384
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD
+    own: ReferenceArea | None = None
 
     @classmethod
     def of(cls, area: int, count: int, sizes: Mapping[str, Any], stored: Mapping[str, Any]) -> Sight:
@@ -127,8 +129,9 @@ class Sight:
         return (height // (self.patch * self.merge)) * (width // (self.patch * self.merge))
 
     def __call__(self, bucket: Bucket) -> int:
-        """Return the rows that images of a bucket's size add to tokens, whose marks count already."""
-        return self.count * (self.rows((bucket.height, bucket.width)) - 1)
+        """Return the rows that images of a bucket add to tokens, whose marks count already."""
+        shown = bucket if self.own is None else self.own.bucket(bucket)
+        return self.count * (self.rows((shown.height, shown.width)) - 1)
 
     # ------------------------------------------------------------------ pixels
 
