@@ -1,7 +1,7 @@
 """What a model that edits takes from its reference: the loss on unseen pairs with their own over that with another one.
 
     python benchmarks/edit_pairs.py                            Flux.1 Kontext, some ten minutes on two cores
-    python benchmarks/edit_pairs.py --family=qwen_image_edit
+    python benchmarks/edit_pairs.py --family=qwen_image_edit   the same of Qwen-Image-Edit, whose encoder sees the reference
 
 Trains the recipe configs/FAMILY/emoji.toml from nothing: a small random model, emoji in two styles, each drawn from the
 other. One emoji in sixteen is not trained on. Their loss of the averaged weights counts, with the reference that belongs to

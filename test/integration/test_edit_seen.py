@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from refusals import names
 from difftrain.cli import main
 from difftrain.config import TrainConfig
 from difftrain.config.parse_keys import parse
-from difftrain.contracts import ConfigFault
+from difftrain.contracts import ConfigFault, ReferenceArea
 from difftrain.demo.prepare import make
+from difftrain.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "qwen_image_edit_plus"
@@ -61,10 +63,15 @@ def configured(place: Path, *more: str) -> TrainConfig:
     return parse(words(place, *more)).config
 
 
-def test_cached_texts_are_those_of_online_training(place: Path) -> None:
-    online = configured(place, "--cache.latents_to_disk=false", "--cache.text_to_disk=false")
+@pytest.mark.parametrize("size", ["target", "area"])
+def test_cached_texts_are_those_of_online_training(place: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where references have a size of their own, which is what the encoder sees."""
+    monkeypatch.setitem(FAMILIES, NAME, replace(FAMILIES[NAME], control_area=ReferenceArea(96 * 160)))
+    shown = f"--data.control_size={size}"
+    online = configured(place, shown, "--cache.latents_to_disk=false", "--cache.text_to_disk=false")
     family, parts, _, plain = batches(online, flipped)
-    cached = batches(configured(place), flipped)[3]
+    assert plain[0].features["control_2_pixels"].shape[-2:] == ((128, 128) if size == "area" else (64, 64))
+    cached = batches(configured(place, shown), flipped)[3]
     assert len(plain) == len(cached) == 3 and family.sights[0].count == 2
     for ours, theirs in zip(cached, plain, strict=True):
         assert not any("pixels" in name for name in ours.features)

@@ -317,7 +317,7 @@ GIVEN: dict[str, Any] = {
     **dict.fromkeys(("dirs", "reg_dirs", "in_json", "dataset_class", "dataset_config", "datasets")),  # the data themselves
     **dict.fromkeys(("tar_order", "tar_streams", "tar_window", "image_column", "caption_column", "verify",
                      "max_rejected_share", "shard_size", "prefetch", "workers", "image_decoder", "cache_dir", "split",
-                     "max_samples", "epoch_batches", "num_control", "control_columns", "control_dropout")),
+                     "max_samples", "epoch_batches", "num_control", "control_columns", "control_dropout", "control_size")),
 }  # fmt: skip
 
 

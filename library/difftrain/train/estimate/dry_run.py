@@ -116,6 +116,7 @@ def dry_run(
     rows = data.tables.training
     shown = cfg.data.num_control
     pairs = f", each with {shown} reference image{'s'[: shown != 1]}" if shown else ""
+    pairs += " of the pipeline's size" if shown and cfg.data.control_size == "area" else ""
     log(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}{pairs}")
     log(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
     log(f"batch: {batch_arithmetic(cfg, ranks)}")
