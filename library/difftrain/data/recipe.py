@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from difftrain.config.datasets.datasets import datasets_of
-from difftrain.config.schema.families import control_area_of
+from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import CaptionSection
 from difftrain.data.captions import varies
 from difftrain.data.media.decoders import HOST
@@ -109,7 +109,7 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         alpha_mask=subset.alpha_mask,
         masks=_masks(subset) if cfg.loss.masked else None,
         num_control=cfg.data.num_control,
-        control_area=control_area_of(cfg),
+        control_area=row_of(cfg).control_area if cfg.data.control_size == "area" else None,
         interpolation=subset.resize_interpolation,
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,

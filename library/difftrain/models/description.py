@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.adapters import chosen_layers, is_adapter, put_in
-from difftrain.config.schema.families import control_area_of
 from difftrain.config.schema.rates import part_rates
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
@@ -223,7 +222,7 @@ class Description:
     @property
     def control_area(self) -> ReferenceArea | None:
         """Say which size reference images have; None: their image's."""
-        return control_area_of(self.cfg)
+        return self.row.control_area if self.cfg.data.control_size == "area" else None
 
     @property
     def control_feature(self) -> Feature:

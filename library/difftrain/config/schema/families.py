@@ -16,7 +16,6 @@ from difftrain.models.row import FamilyRow
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import TrainConfig
-    from difftrain.contracts import ReferenceArea
 
 _LEAST = 8  # of sizes that tell nothing: others say what is wrong with them
 _DIFFUSION = "belongs to the noise schedule of SDXL, and {name} learns a rectified flow"
@@ -66,11 +65,6 @@ FIELDS: dict[str, tuple[str, str]] = {
 def row_of(cfg: TrainConfig) -> FamilyRow:
     """Return the row of a run's family."""
     return FAMILIES[cfg.model.family]
-
-
-def control_area_of(cfg: TrainConfig) -> ReferenceArea | None:
-    """Return the size that a run's reference images are brought to; None: they have their images' sizes."""
-    return row_of(cfg).control_area if cfg.data.control_size == "area" else None
 
 
 def learns_flow(cfg: TrainConfig) -> bool:
