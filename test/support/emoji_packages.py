@@ -37,7 +37,7 @@ def write_packages(folder: Path) -> None:
 
 def _drawn(number: int, flat: bool, kind: str) -> bytes:
     stream = io.BytesIO()
-    Image.new("RGBA", (8, 8), (number, 255 * flat, 0, 255)).save(
+    Image.new("RGBA", (16, 16), (number, 255 * flat, 0, 255)).save(
         stream, kind, **({"lossless": True} if kind == "WEBP" else {})
     )
     return stream.getvalue()
