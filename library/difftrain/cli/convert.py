@@ -219,7 +219,11 @@ def _merge(parsed: Parsed, argv: list[str]) -> Path:
 
     flags = [f"--family={model.family.name}", *(word for word in argv if word.startswith("--save_"))]
     cfg = resolve(flags, TABLE, (objective.layout,)).config
-    layout = str(parsed.config.save.model_as or row_of(cfg).defaults.get("save.model_as", "safetensors"))
+    own = "safetensors" if model.path.is_file() else "diffusers_safetensors"
+    layout = str(parsed.config.save.model_as or (own if own in row_of(cfg).layouts else row_of(cfg).layouts[0]))
+    if not SUFFIXES[layout] and output.suffix in SUFFIXES.values() and output.suffix:
+        what = f"{str(output)!r} is named like a file, and would be a folder: {layout}"
+        raise ConfigFault([Fault("--output", what, "see --save_model_as")])
     stem = output.with_name(output.name.removesuffix(SUFFIXES[layout]))
     family: Any = model.family
     parts = family.load(meta=True)

@@ -127,7 +127,7 @@ def test_weights_with_an_adapter_merged_are_those_that_are_generated_with(
     for base, layout in ((model, "diffusers_safetensors"), (file, "safetensors")):
         ours = exported(tiny, tmp_path / "ours", layout)
         line = ["convert", f"--adapter={adapter}:-0.5", f"--merge_into={base}", f"--output={tmp_path / 'merged'}"]
-        assert main([*line, f"--save_model_as={layout}"]) == 0
+        assert main(line) == 0  # in the layout of its base
         theirs = Path(capsys.readouterr().out.strip())
         for one in [ours] if ours.is_file() else sorted(ours.rglob("*.safetensors")):
             other = theirs if ours.is_file() else theirs / one.relative_to(ours)
@@ -135,6 +135,14 @@ def test_weights_with_an_adapter_merged_are_those_that_are_generated_with(
             assert expected.keys() == made.keys()
             for key, value in expected.items():
                 torch.testing.assert_close(made[key], value, atol=1e-6, rtol=1e-6, msg=f"{other.name} {key}")
+
+
+def test_a_folder_is_not_named_like_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = loaded(config("sd3"))
+    adapter = written(tiny, pairs_of(tiny, texts=False), tmp_path / "adapter")
+    base, out = exported(tiny, tmp_path / "base"), tmp_path / "merged.safetensors"
+    assert main(["convert", f"--adapter={adapter}", f"--merge_into={base}", f"--output={out}"]) == 2
+    assert "--output" in capsys.readouterr().err and not out.exists()
 
 
 def test_an_adapter_is_taken_out_of_the_model_that_it_was_merged_into(
