@@ -37,7 +37,7 @@ def one_thread() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.fixture(params=families.ON_KIT, scope="session")
+@pytest.fixture(params=families.nightly_siblings(families.ON_KIT), scope="session")
 def name(request: pytest.FixtureRequest) -> str:
     """Name a family on the kit."""
     return request.param

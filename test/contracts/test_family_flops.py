@@ -17,7 +17,7 @@ from difftrain.contracts import Bucket
 from difftrain.models.flops import blank_inputs, on_meta
 
 # families whose lists of blocks differ in kind; those that are built alike, and take seconds each, are counted nightly
-DEEPER = ("sd3", "flux", "wan", "auraflow", "lumina_2", "hidream")
+DEEPER = ("sd3", "flux", "wan", "lumina_2")
 
 
 def counted(family: Any, bucket: Bucket) -> int:

@@ -31,7 +31,7 @@ from difftrain.testing.pictures import write_folder
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (64, 64), (96, 40), (64, 66), (130, 130)]
 DISK, MEMORY = {"latents_to_disk": True, "text_to_disk": True}, {"latents": True, "text": True}
 FROZEN = {"vae", "text_encoder_1", "text_encoder_2"}
-STEPS = 6
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def online_losses(pictures: Path, way: str) -> list[float]:
+    """Train online, once for all tests."""
+    return Made(config(pictures, pictures.parent, **dict(WAYS[way]))).losses()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_from_the_cache_are_those_of_online_training(pictures: Path, tmp_path: Path, way: str) -> None:
-    online = Made(config(pictures, tmp_path, **dict(WAYS[way]))).losses()
+    online = online_losses(pictures, way)
     for where in (DISK, MEMORY):
         cached = Made(config(pictures, tmp_path, where, **dict(WAYS[way])))
         assert not any(map(cached.parts.is_loaded, FROZEN))
@@ -118,7 +124,7 @@ def test_losses_from_the_cache_are_those_of_online_training(pictures: Path, tmp_
 
 def test_the_ways_are_told_apart(pictures: Path, tmp_path: Path) -> None:
     """Else equal losses would prove nothing of flips, variants, weights and means."""
-    ways = {name: Made(config(pictures, tmp_path, **dict(way))).losses() for name, way in WAYS.items()}
+    ways = {name: online_losses(pictures, name) for name in WAYS}
     ways["never mirrored"] = Made(config(pictures, tmp_path, data={"flip": False})).losses()
     ways["another variant"] = Made(config(pictures, tmp_path, **WAYS["shuffled"] | {"shuffle_num": 4})).losses()
     for name, losses in ways.items():

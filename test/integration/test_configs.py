@@ -91,7 +91,13 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
     return [*data, *COMMON]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# families whose tiny recipe runs whole beside it (test_family_runs.py), or whose sibling's recipe runs here
+NIGHTLY = {f"{family}/base.toml" for family in ("flux", "flux2_klein", "qwen_image_edit_plus")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in RECIPES]
+)
 def test_two_steps(name: str, place: Path, tmp_path: Path) -> None:
     file = CONFIGS / name
     if (

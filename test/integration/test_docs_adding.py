@@ -121,7 +121,10 @@ def test_every_page_adds_a_file_and_a_test() -> None:
         assert blocks(page)[-1][1].startswith("test/unit/"), f"{name}: a page ends with its test"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly) if name in ("source", "optimizer") else name for name in PAGES],
+)
 def test_a_page_generates_what_it_changes_and_nothing_else(name: str, tmp_path: Path) -> None:
     """All pages together would hide a command that one of them has left out."""
     for part in ("library", "docs", "schemas", "test/golden"):

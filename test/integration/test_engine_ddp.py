@@ -1,4 +1,4 @@
-"""The native engine on 2, 3 and 4 gloo ranks: one launch a world size, its cases in sequence, judged here."""
+"""The native engine on 2 and 3 gloo ranks, and nightly 4: one launch a world size, its cases in sequence, judged here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}
 LR = 1e-4
 STEPS = 20
-WORLDS = (2, 3, 4)
+WORLDS, WIDEST = (2, 3), 4
 PIECES = {1: 4, 2: 3, 3: 2, 4: 3}
 PLAIN = {"lr": LR, "terms": 2}
 ROUGH = {"lr": 1e-2, "dropout": 0.2, "statistics": True, "blocks": 6}
@@ -378,11 +378,12 @@ def _hash(engine: NativeEngine) -> float:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> dict[int, tuple[Path, list[dict]]]:
-    """Run 2, 3 and 4 ranks, each of which takes up a checkpoint of the one before."""
+def launched(tmp_path_factory, request) -> dict[int, tuple[Path, list[dict]]]:
+    """Run 2 and 3 ranks, and nightly 4, each of which takes up a checkpoint of the one before."""
     found: dict[int, tuple[Path, list[dict]]] = {}
     before = ""
-    for world in WORLDS:
+    widest = any(item.get_closest_marker("nightly") for item in request.session.items)
+    for world in (*WORLDS, *([WIDEST] if widest else [])):
         folder = tmp_path_factory.mktemp(f"world{world}")
         run_ranks(world, f"{__file__}::cases", folder, before, timeout_s=180)
         found[world] = folder, json.loads((folder / "found.json").read_text())
@@ -404,7 +405,10 @@ def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     return run(engine, 0, STEPS), weights(engine)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+worlds = pytest.mark.parametrize("world", [*WORLDS, pytest.param(WIDEST, marks=pytest.mark.nightly)])
+
+
+@worlds
 @pytest.mark.parametrize("way", UNEVEN_WAYS)
 def test_micro_batches_of_other_sizes_and_none_on_some_ranks_add_up(launched, world, way):
     engine = built(Ranks(), TinyFamily(**PLAIN), max_grad_norm=0.0)
@@ -416,7 +420,7 @@ def test_micro_batches_of_other_sizes_and_none_on_some_ranks_add_up(launched, wo
     assert max(float((theirs[name] - value).abs().max()) for name, value in weights(engine).items()) <= LR
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_the_rank_and_the_module_that_made_a_nan_are_named_to_all(launched, world):
     _, found = launched[world]
     for each in found:
@@ -429,7 +433,7 @@ def test_the_rank_and_the_module_that_made_a_nan_are_named_to_all(launched, worl
 
 
 @pytest.mark.flags("trace")
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_each_rank_traces_its_own_share_and_one_of_them_the_gradients_of_all(launched, world):
     folder, found = launched[world]
     assert all(each["traced"]["losses"] == found[0]["same_as_alone"]["split"][:4] for each in found)
@@ -445,7 +449,7 @@ def test_each_rank_traces_its_own_share_and_one_of_them_the_gradients_of_all(lau
             assert traces[0][name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.parametrize("way", ["whole", "split"])
 def test_ranks_and_pieces_give_the_losses_of_one_process(launched, alone, world, way):
     folder, found = launched[world]
@@ -457,7 +461,7 @@ def test_ranks_and_pieces_give_the_losses_of_one_process(launched, alone, world,
     assert max(float((got[name] - expected[name]).abs().max()) for name in got) <= LR
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_sharded_and_whole_optimizer_state_are_one(launched, world):
     folder, found = launched[world]
     assert all(each["shared_state"]["same"] for each in found)
@@ -471,7 +475,7 @@ def test_sharded_and_whole_optimizer_state_are_one(launched, world):
     assert len(list((folder / "adamw-state").glob("weights-*.safetensors"))) == world  # ranks share the writing
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_resume_is_bit_equal(launched, world):
     _, found = launched[world]
     for each in found:
@@ -486,7 +490,7 @@ def free() -> list[float]:
     return run(built(Ranks(), TinyFamily(**PLAIN), max_grad_norm=0.0), 0, 6)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.flags("ddp_gradient_as_bucket_view", "ddp_static_graph")
 @pytest.mark.parametrize("name", ["ddp_bucket_view", "ddp_static_graph"])
 def test_options_change_no_figure(launched, alone, world, name):
@@ -495,7 +499,7 @@ def test_options_change_no_figure(launched, alone, world, name):
     assert (views, static) == (name == "ddp_bucket_view", name == "ddp_static_graph")
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.parametrize("kept", ["fp32", "kahan", "stochastic", "none"])
 @pytest.mark.flags("full_bf16", "master_weights")
 def test_half_weights_on_several_ranks(launched, world, kept):
@@ -507,7 +511,7 @@ def test_half_weights_on_several_ranks(launched, world, kept):
         assert found[0][3] == launched[world][1][0]["half"]["fp32"][3]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.parametrize("how", ["backward", "groups"])
 @pytest.mark.flags("fused_backward_pass", "fused_optimizer_groups")
 def test_updates_during_the_backward_on_several_ranks(launched, free, world, how):
@@ -517,7 +521,7 @@ def test_updates_during_the_backward_on_several_ranks(launched, free, world, how
         assert total == found[0][4]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.parametrize("how", ["AdamW no", "oss no", "oss fp16"])
 def test_a_bad_sample_on_one_rank_is_skipped_by_all(launched, world, how):
     for each in launched[world][1]:
@@ -528,14 +532,14 @@ def test_a_bad_sample_on_one_rank_is_skipped_by_all(launched, world, how):
         assert total == launched[world][1][0]["not_finite"][how][-1]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_gradients_are_summed_and_not_averaged(launched, world):
     for each in launched[world][1]:
         assert each["sums"]["off"] < 1e-6
         assert each["sums"]["bits"] or world > 2
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_evaluation_takes_uneven_and_empty_shares(launched, world):
     batches = [tiny_batch(range(100 * r + 10 * i, 100 * r + 10 * i + r + 1)) for r in range(world) for i in range(r)]
     engine = built(Ranks(), TinyFamily(**PLAIN))
@@ -544,7 +548,7 @@ def test_evaluation_takes_uneven_and_empty_shares(launched, world):
         assert each["evaluation"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_machines_with_disks_of_their_own_resume(launched, world):
     folder, found = launched[world]
     assert all(each["disks"] == {"AdamW": True, "oss": True} for each in found)
@@ -553,7 +557,7 @@ def test_machines_with_disks_of_their_own_resume(launched, world):
     assert equal(everything, tensors_of(folder / "machine0" / "AdamW-state"))
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("world", [*WORLDS[1:], pytest.param(WIDEST, marks=pytest.mark.nightly)])
 def test_more_ranks_take_up_where_fewer_were(launched, world):
     folder, found = launched[world]
     before = launched[world - 1][0]
@@ -562,7 +566,7 @@ def test_more_ranks_take_up_where_fewer_were(launched, world):
         assert found[0]["other_size"][kind] == found[-1]["other_size"][kind]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 @pytest.mark.parametrize("name", ["adamw-state", "oss-state"])
 def test_one_process_takes_up_where_several_were(launched, world, name, tmp_path):
     folder, _ = launched[world]
@@ -571,7 +575,7 @@ def test_one_process_takes_up_where_several_were(launched, world, name, tmp_path
     assert equal(tensors_of(commit(engine, tmp_path, "taken")), tensors_of(folder / name))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds
 def test_a_parameter_without_a_gradient_is_named_on_every_rank(launched, world):
     for each in launched[world][1]:
         assert ": extra.weight, extra.bias" in each["unused"]

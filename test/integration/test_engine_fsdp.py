@@ -93,7 +93,7 @@ def cases(folder: str, before: str) -> None:
             found[case.__name__] = case(ranks, out)
         found["disks"] = disks(ranks, out)
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
-        if ranks.size != 3:
+        if ranks.size != 3:  # which adds nothing to these
             found["held"] = family_case(ranks, out, HELD, "fsdp")
             found["bf16"] = {name: in_bf16(ranks, name, "fsdp") for name in IN_BF16}
         found["unused"] = unused(ranks)
@@ -136,10 +136,15 @@ def same_as_alone(ranks: Ranks, out: Path) -> dict:
     return found
 
 
+def optimizers_of(world: int) -> tuple[str, ...]:
+    """On three ranks, whose rows are uneven: one by elements and one by rows."""
+    return OPTIMIZERS if world != 3 else ("AdamW", "Muon")
+
+
 def optimizers(ranks: Ranks, out: Path) -> dict:
     """Every optimizer that takes elements or rows; resumed from the middle too."""
     found = {}
-    for kind in OPTIMIZERS:
+    for kind in optimizers_of(ranks.size):
         engine = built(ranks, ROUGH_DRY, optimizer=kind)
         losses = run(engine, 0, 3)
         path = commit(engine, out, f"optimizer-{kind}")
@@ -382,8 +387,14 @@ def test_the_losses_and_weights_are_those_of_one_process(launched: Launched, alo
         assert sum(each["same_as_alone"][way][1] for each in found) == copies * total, way  # nothing is held twice
 
 
-@worlds
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        pytest.param(world, kind, marks=pytest.mark.nightly if world == WIDEST else ())
+        for world in (*WORLDS, WIDEST)
+        for kind in optimizers_of(world)
+    ],
+)
 def test_every_optimizer_that_takes_elements_or_rows(launched: Launched, world: int, kind: str) -> None:
     folder, found = launched[world]
     engine = built(Ranks(), ROUGH_DRY, "native", optimizer=kind)

@@ -59,7 +59,7 @@ def test_every_image_once_an_epoch_in_kohyas_number_of_updates(alone: tuple[Path
     assert 'epoch_batches = "every"' in (out / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_losses_are_those_of_any_number_of_ranks(
     door: Door, alone: tuple[Path, str], tmp_path: Path, ranks: int
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from doors import Door
-from families import config, exported, loaded
+from families import config, exported, loaded, nightly_siblings
 from PIL import Image
 from refusals import names
 from safetensors.torch import load_file, save_file
@@ -118,7 +118,7 @@ def test_averages_are_drawn_as_samples_choose_them(
     assert "'wide'" in refused(capsys, *line, "--ema=wide")
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", nightly_siblings(TRAINED))
 def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
     tiny = loaded(config(name))
     line = (

@@ -188,7 +188,9 @@ def rank(pictures: str, out: str, way: str) -> None:
         torch.save(Made(cfg, ranks).train(), Path(out) / f"{ranks.rank}.pt")
 
 
-@pytest.mark.parametrize(("way", "size"), [("plain", 2), ("everything", 2), ("everything", 4)])
+@pytest.mark.parametrize(
+    ("way", "size"), [("plain", 2), ("everything", 2), pytest.param("everything", 4, marks=pytest.mark.nightly)]
+)
 def test_several_ranks_train_as_one(pictures: Path, tmp_path: Path, way: str, size: int) -> None:
     """Losses, what is measured beside them, and weights, to the tolerances of a re-split."""
     sums, weights = Made(settings(pictures, tmp_path, DISK, **dict(WAYS[way]))).train()

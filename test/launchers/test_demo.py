@@ -44,7 +44,7 @@ def test_its_scores_are_in_the_report(launchers: Launchers, demo: Launched) -> N
 
 
 # eight are started where nothing is said: the dry run of test_real_job.py counts them, and eight train nightly
-@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.nightly)])
 def test_several_processes_move_it_aside(launchers: Launchers, demo: Launched, count: int) -> None:
     before = len(launchers.moved_aside())
     again = launchers.run("1m_8p", SCALE, *([] if count == 8 else [f"--nproc_per_node={count}"]))

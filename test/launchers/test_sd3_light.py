@@ -66,6 +66,7 @@ def test_its_scores_are_in_the_report(launchers: Launchers, demo: Launched) -> N
     assert scores["gaussian_loss"] < scores["mean_latent_loss"] < scores["mean_latent_point_loss"]
 
 
+@pytest.mark.nightly  # SDXL's demo: test_demo.py
 def test_two_processes_move_it_aside(launchers: Launchers, demo: Launched) -> None:
     again = launchers.run(EIGHT, SCALE, "--nproc_per_node=2")
     assert again.code == 0, again.text

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the 
 from ways import COUNTS, GLOBAL_BATCH, built, commit, digest, equal, off, run, spoilt, tensors_of, weights
 
 KIND = "npu"
-LR, STEPS = 1e-4, 8
+LR, STEPS = 1e-4, 4
 PLAIN = {"lr": LR, "terms": 2}
 WAYS = ("ddp", "sharded", "zero2", "zero3")
 
@@ -55,14 +55,14 @@ def case(ranks: Ranks, way: str, out: Path, native: BaseEngine, losses: list[flo
     found["places"] = sorted({str(each.device.type) for each in engine.root.parameters()})
     found["detected"] = str(engine.accelerator.distributed_type)
     path = commit(engine, out, way)
-    straight = run(engine, STEPS, STEPS + 3)
+    straight = run(engine, STEPS, STEPS + 2)
     resumed, back = built(ranks, way, PLAIN, KIND), built(ranks, "native", PLAIN, KIND)
     resumed.restore(path)
     back.restore(path)
-    found["resumed"] = run(resumed, STEPS, STEPS + 3) == straight and equal(weights(resumed), weights(engine))
+    found["resumed"] = run(resumed, STEPS, STEPS + 2) == straight and equal(weights(resumed), weights(engine))
     found["format"] = equal(tensors_of(commit(back, out, f"native-{way}")), tensors_of(path))
     before = weights(engine)
-    found["skipped"] = float(engine.step(spoilt(STEPS + 3, ranks, float("nan")), COUNTS).skipped)
+    found["skipped"] = float(engine.step(spoilt(STEPS + 2, ranks, float("nan")), COUNTS).skipped)
     found["kept"], found["digest"] = equal(weights(engine), before), digest(engine)
     return found
 

@@ -107,6 +107,7 @@ def test_fp16_overflows_or_saturates():
     assert _told(code, INF_NAN_MODE_FORCE_DISABLE="1") == "65504.0"  # the wheel's own switch on this chip
 
 
+@pytest.mark.nightly  # of the simulator alone: tests of doors start so
 def test_a_plain_import_of_torch_brings_the_device():
     code = "import torch; print(torch.ones(2, device='npu').sum().item())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,7 +18,7 @@ from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
 
-GLOBAL_BATCH, STEPS = 8, 4
+GLOBAL_BATCH, STEPS = 8, 3
 DEEP = {"width": 128, "blocks": 48, "lr": 1e-4}  # weights count, activations do not
 
 

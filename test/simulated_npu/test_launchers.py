@@ -40,6 +40,7 @@ def shown(done: Launched, found: dict[str, Any], ranks: int, precision: str) -> 
     assert found["kernels"]["attention"]["sdpa"] == 0 and found["kernels"]["attention"]["fused"] > 0
 
 
+@pytest.mark.nightly  # several cards run below; a kill of one process on CPUs: test/launchers/test_real_job.py
 def test_one_card_in_fp16_is_killed_and_goes_on(launchers: Launchers, tmp_path: Path) -> None:
     """The recipe as it is on the card that was named; the same command again draws the pictures and is whole."""
     prompts = tmp_path / "prompts.txt"

@@ -24,10 +24,15 @@ OFF = {
     "qwen_image_edit": "17 % low, as Qwen-Image",
     "qwen_image_edit_plus": "17 % low, as Qwen-Image",
 }
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=OFF[name], strict=True) if name in OFF else ())
-    for name in TRAINED
-]
+IN_CI = ("sdxl", "sd3", "flux", "lumina_2")  # one of a kind of blocks, as in test/unit/models/test_step_memory.py
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    known = [pytest.mark.xfail(reason=OFF[name], strict=True)] if name in OFF else []
+    return known if name in IN_CI else [*known, pytest.mark.nightly]
+
+
+NAMES = [pytest.param(name, marks=marks(name)) for name in TRAINED]
 
 
 @pytest.mark.parametrize("name", NAMES)

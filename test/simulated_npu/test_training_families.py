@@ -15,7 +15,7 @@ CACHED = (
 )
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "z_image"])
+@pytest.mark.parametrize("name", [pytest.param("qwen_image", marks=pytest.mark.nightly), "z_image"])
 def test_losses_are_the_cpus_and_every_attention_is_fused(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,17 @@ def class_of(name: str) -> type | None:
 
 
 ON_KIT = tuple(name for name in FAMILIES if (made := class_of(name)) is not None and issubclass(made, ModelFamily))
+
+# families of another's classes -> that other: what holds for it holds for them, and is looked at nightly where all are
+SIBLINGS = {"sd2": "sd1", "flux2_klein": "flux2", "flux_kontext": "flux", "qwen_image_edit_plus": "qwen_image_edit"}
+# those whose operators are another's, too
+SIBLINGS_ON_DEVICES = SIBLINGS | {"sd1": "sdxl", "chroma": "flux", "qwen_image_edit": "qwen_image"}
+
+
+def nightly_siblings(names: Iterable[str], siblings: Mapping[str, str] = SIBLINGS) -> list[Any]:
+    """Mark families nightly whose sibling is among the others."""
+    names = tuple(names)
+    return [pytest.param(name, marks=pytest.mark.nightly) if siblings.get(name) in names else name for name in names]
 
 
 # ------------------------------------------------------------------ a tiny one

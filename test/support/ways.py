@@ -28,7 +28,7 @@ from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 
 GLOBAL_BATCH = 12  # on 2 and 3 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}
-STEPS = 20
+STEPS = 12
 _ENGINES = {"native": "native", "oss": "native", "fsdp": "fsdp"}
 
 

@@ -81,26 +81,6 @@ def scaled_dot_product_attention(
     )[0]
 
 
-def fused_adamw_(
-    self: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **settings: float,
-) -> None:
-    """Update as torch_npu does: grad_scale and found_inf are taken, and not looked at.
-
-    Source: op-plugin, FusedAdamWKernelNpuOpApi.cpp. The wheel of 2.13.0 knows no other operator that could: of
-    aclnnFusedAdamw, which takes both, it has not even the name.
-    """
-    torch.ops.aten._fused_adamw_(self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **settings)
-
-
 def _of_full_size(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand a mask that broadcasts, as torch_npu's list of supported APIs says of its attention."""
     while mask.ndim < 4:

@@ -31,7 +31,6 @@ OWN = {"copy_", "_copy_from_and_resize", "_to_copy", "_local_scalar_dense", "sca
 COMPOSITES = {
     "aten::matmul_backward": "simulator.composites:matmul_backward",
     "aten::linear_backward": "simulator.composites:linear_backward",
-    "aten::_fused_adamw_": "simulator.composites:fused_adamw_",
 }
 NO_DEVICE_KERNEL = {"aten::_foobar", "aten::_make_dep_token"}  # torch's own tests and tokens
 _DTYPES = {

@@ -62,6 +62,11 @@ const std::unordered_set<std::string> kProducts = {
     "aten::convolution_overrideable", "aten::convolution_backward", "aten::convolution_backward_overrideable",
     "aten::matmul_backward", "aten::linear_backward", "aten::_convolution"};
 
+// torch_npu's takes the loss scale and the flag of a skipped update, and looks at neither (op-plugin,
+// FusedAdamWKernelNpuOpApi.cpp). The wheel of 2.13.0 knows no other operator that could: of aclnnFusedAdamw, which takes
+// both, it has not even the name.
+const std::string kFusedAdamw = "aten::_fused_adamw_";
+
 bool takes_fp16(const Stack& stack, size_t n) {
   for (const auto& value : torch::jit::last(stack, n))
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().scalar_type() == at::kHalf) return true;
@@ -288,6 +293,7 @@ void run(const c10::OperatorHandle& op, const std::string& name, Stack* stack, b
     } else {
       host.push_back(call.host(given[i], argument));
     }
+    if (name == kFusedAdamw && (argument.name() == "grad_scale" || argument.name() == "found_inf")) host.back() = {};
   }
   if (!call.seen.empty()) {
     TORCH_CHECK(call.device, name, " was called for the device, and none of its tensors is there");
