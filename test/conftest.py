@@ -51,16 +51,30 @@ def own_logging() -> Iterator[None]:
     log.setLevel(level)
 
 
+_frozen = 0  # modules that no garbage collection looks through
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of every later garbage collection: a million objects that stay."""
+    _freeze()
+    gc.enable()
+
+
+def _freeze() -> None:
+    global _frozen
     gc.collect()
     gc.freeze()
-    gc.enable()
+    _frozen = len(sys.modules)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Leave no process group to the next file: accelerate and DeepSpeed make one in a single process, and keep it."""
+    """Leave no process group to the next file: accelerate and DeepSpeed make one in a single process, and keep it.
+
+    What a test was the first to import is left out of later garbage collections, too.
+    """
+    if len(sys.modules) > _frozen + 300:
+        _freeze()
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or (nextitem is not None and nextitem.path == item.path):
         return

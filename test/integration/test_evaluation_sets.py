@@ -19,12 +19,12 @@ from difftrain.testing.spawn import run_ranks
 
 TARGET = f"{evaluated.__file__}::train"
 SIZES = [(64, 64), (96, 40), (64, 64), (130, 130), (64, 66)]
-HELD = 7
+HELD = 11
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve pictures to train on, seven others, and stand-ins of the packages."""
+    """Twelve pictures to train on, eleven others, and stand-ins of the packages."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_folder(folder / "train", [SIZES[i % 2] for i in range(12)])
     write_folder(folder / "held", [SIZES[i % len(SIZES)] for i in range(HELD)])
@@ -92,7 +92,7 @@ def test_lines_of_a_run(one: tuple[Path, str]) -> None:
                 assert denoise + 0.1 * recon == pytest.approx(loss, rel=1e-5)
             parts = line[f"held/{prefix}denoise_loss"], line[f"held/{prefix}text_recon_loss"]
             assert parts[0] + 0.1 * parts[1] == pytest.approx(line[f"held/{prefix}loss"], rel=1e-5)
-        assert line["held/kid_efflite0_pictures"] == 12 and line["held/kid_efflite0"] > 0
+        assert line["held/kid_efflite0_pictures"] == 20 and line["held/kid_efflite0"] > 0
         assert line["held/kid_efflite0_vae"] == found[0]["held/kid_efflite0_vae"] != line["held/kid_efflite0"]
     first, last = found[0], found[-1]
     assert first["held/loss"] == first["held/ema_loss"] and last["held/loss"] < last["held/ema_loss"]
@@ -156,5 +156,5 @@ def test_the_report_has_curves_and_says_what_they_are(one: tuple[Path, str]) -> 
     assert report["network"] == "StableDiffusion3" and report["flops_per_sample"] > 0
     assert report["published_baselines"]["rows"][0]["family"] == "sd3"
     page = (one[0] / "report.html").read_text()
-    assert re.search("held, 14 records: loss .*quantile .*, averaged weights", page)
-    assert "held, 14 records: KID-efflite0 of " in page
+    assert re.search("held, 22 records: loss .*quantile .*, averaged weights", page)
+    assert "held, 22 records: KID-efflite0 of " in page

@@ -78,7 +78,7 @@ def config(root: Path, out: Path, ranks: int, **changes: Any) -> TrainConfig:
             "every_n_steps": 2,
             "before_first_step": True,
             "kid": True,
-            "kid_pictures": 12,
+            "kid_pictures": 20,
             "kid_steps": 2,
             "kid_guidance": 2.0,
         },
