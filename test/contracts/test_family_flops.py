@@ -18,6 +18,9 @@ from difftrain.models.flops import blank_inputs, on_meta
 
 # families whose lists of blocks differ in kind; those that are built alike, and take seconds each, are counted nightly
 DEEPER = ("sd3", "flux", "wan", "lumina_2")
+kinds = pytest.mark.parametrize(
+    "name", [one if one in DEEPER else pytest.param(one, marks=pytest.mark.nightly) for one in ON_KIT], indirect=True
+)
 
 
 def counted(family: Any, bucket: Bucket) -> int:
@@ -46,9 +49,7 @@ def test_the_tiny_size(name: str, tiny: Tiny) -> None:
     assert tiny.family.flops_per_sample(tiny.parts, bucket) == counted(tiny.family, bucket)
 
 
-@pytest.mark.parametrize(
-    "name", [one if one in DEEPER else pytest.param(one, marks=pytest.mark.nightly) for one in ON_KIT], indirect=True
-)
+@kinds
 def test_a_deeper_model_at_an_odd_size(name: str, tiny: Tiny, tmp_path: Path) -> None:
     needs_blocks(tiny)
     content, part = sizes_of(name), FAMILIES[name].denoiser
@@ -62,6 +63,7 @@ def test_a_deeper_model_at_an_odd_size(name: str, tiny: Tiny, tmp_path: Path) ->
     assert family.flops_per_sample(None, bucket) == counted(family, bucket)
 
 
+@kinds
 def test_held_weights_need_no_gradient_of_their_own(name: str, fresh: Any, tiny: Tiny) -> None:
     if "model.train_only" not in FAMILIES[name].takes:
         pytest.skip("the family trains all of its denoiser")

@@ -68,6 +68,7 @@ def test_every_attention_of_a_step_is_fused_and_counted(door: Door, tmp_path: Pa
     assert not ran["aten::_softmax"]
 
 
+@pytest.mark.nightly  # the doctor finds it: test_doctor.py; which attention runs then: test/unit/device/test_attention.py
 @pytest.mark.flags("enable_npu_flash_attention")
 def test_an_older_cann_in_fp32_says_once_what_is_used_instead(door: Door, tmp_path: Path) -> None:
     report, printed = trained(door, tmp_path / "out", "--enable_npu_flash_attention", cann="7.0.0")
