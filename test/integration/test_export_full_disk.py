@@ -14,7 +14,7 @@ ON_A_FULL_DISK = """
 import errno, resource, sys
 from pathlib import Path
 from sdxl import config, loaded
-import difftrain.models.export  # under the limit its bytecode would be left cut short
+import difftrain.models.export  # else its bytecode is cut at the limit
 
 family, parts = loaded(config())
 folder = Path(sys.argv[1])
