@@ -13,9 +13,9 @@ import warm
 from torch import nn
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.schema.sections import TrainingSection
+from difftrain.config.schema.sections import TrainConfig, TrainingSection
 from difftrain.contracts import Batch, Bucket, ConfigFault, TrainingFault
-from difftrain.device import Device, choose, compiling, fp8
+from difftrain.device import Device, choose, compiling, quantised
 from difftrain.device.memory import during
 from difftrain.device.offload import HostMemory
 from difftrain.distributed.launch import Launch
@@ -191,9 +191,35 @@ def test_8_bits_are_refused(npu: Device) -> None:
     check_device(parse(words).config, npu)
     with pytest.raises(ConfigFault, match=r"--fp8_base: .*NPU.*A2 and A3 .*8-bit floats"):
         check_device(parse([*words, "--fp8_base"]).config, npu)
-    small = torch.ones(2).to(fp8.FP8).to(npu.torch_device)
+    held = TrainConfig.model_validate({"model": {"family": "flux", "train_only": ["attn"], "base_dtype": "fp8"}})
+    with pytest.raises(ConfigFault, match=r"base_dtype.*8-bit floats"):
+        check_device(held, npu)
+    layer = layer_of("fp8").to(npu.torch_device)
     with pytest.raises(RuntimeError, match="have no fp8"):  # as the device itself says
-        fp8.expand(small, torch.ones(1, device=npu.torch_device), torch.bfloat16)
+        layer.wide(torch.bfloat16)
+
+
+def layer_of(kind: quantised.Kind) -> quantised.QuantisedLinear:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 40).requires_grad_(False)
+    weight = layer.weight.detach().clone()
+    quantised.hollow([layer], kind, torch.float32)
+    assert isinstance(layer, quantised.QuantisedLinear)
+    layer.take(weight)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_few_bits_are_made_wide_with_the_bits_of_the_host(
+    npu: Device, kind: quantised.Kind, dtype: torch.dtype
+) -> None:
+    layer = layer_of(kind)
+    wide = layer.wide(dtype)
+    assert torch.equal(layer.to(npu.torch_device).wide(dtype).cpu(), wide)
+    x = torch.randn(3, 96, dtype=dtype, device=npu.torch_device, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
 
 
 def test_the_description_names_the_stack(npu: Device) -> None:

@@ -150,10 +150,13 @@ def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
                  "16; updates below half a unit in the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
     storage = out.pop("?held")
     frozen = out.values.get("optimizer.unet_lr") == 0
+    holds = out.values.get("model.train_only") or out.values.get("adapter.type")
     if storage == "float8" and frozen:
         out.set("model.fp8_frozen", "unet", "?held")
-    elif storage and out.values.get("model.train_only"):
-        out.note("?held", f"{storage} has no effect: what train_only leaves out is kept in dtype")
+    elif storage == "float8" and holds and "model.base_dtype" not in out.values:
+        out.set("model.base_dtype", "fp8", "?held")
+    elif storage and holds:
+        out.note("?held", f"{storage} has no effect: what is not trained is kept in dtype, or as base_dtype says")
     elif storage and storage != "float32" and masters is not False:
         what = f"{storage} is for weights that are not trained: all of the denoiser is trained, and stays fp32"
         out.note("?held", f"{what} (16 B a parameter with AdamW: weight, gradient, two of state; master_weights)")

@@ -8,12 +8,14 @@ precision those of its evaluation.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from difftrain.device.patches import PatchHook, Undo
+from difftrain.device.quantised import QuantisedLayer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,12 +55,36 @@ def _of_groups(x: Tensor, ends: Tensor, experts: nn.ModuleList) -> Tensor:
     """Run tokens that lie in the order of their experts. ends: of each expert's rows, int32 on the device."""
 
     def project(y: Tensor, name: str) -> Tensor:
-        layers = [expert.get_parameter(f"{name}.weight").to(x.dtype) for expert in experts]
+        own: list[Any] = [expert.get_submodule(name) for expert in experts]
+        few_bits = [isinstance(layer, QuantisedLayer) for layer in own]
+        if all(few_bits):
+            return _FewBits.apply(y, ends, own)  # type: ignore[no-any-return]
+        layers = [layer.wide(x.dtype) if few else layer.weight.to(x.dtype) for layer, few in zip(own, few_bits)]
         if x.is_meta:  # what counts operations: any expert has as many to do with these rows
             return F.linear(y, layers[0]) + 0 * sum(layer.sum() for layer in layers)
         return F.grouped_mm(y, torch.stack(layers).transpose(1, 2), offs=ends)
 
     return project(F.silu(project(x, "w1")) * project(x, "w3"), "w2")
+
+
+class _FewBits(torch.autograd.Function):
+    """The grouped product of frozen weights in few bits, which are made wide again for the backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ends: Tensor, layers: Sequence[QuantisedLayer]) -> Tensor:
+        ctx.save_for_backward(ends)
+        ctx.layers = layers
+        wide = torch.stack([layer.wide(y.dtype) for layer in layers])
+        if y.is_meta:
+            return F.linear(y, wide[0])
+        return F.grouped_mm(y, wide.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        wide = torch.stack([layer.wide(grad.dtype) for layer in ctx.layers])
+        if grad.is_meta:
+            return grad @ wide[0], None, None
+        return F.grouped_mm(grad, wide, offs=ctx.saved_tensors[0]), None, None
 
 
 def _all_of_all(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:

@@ -22,7 +22,7 @@ from difftrain.checkpoint.compatibility import ENGINE_FILE, FORMAT, check_compat
 from difftrain.checkpoint.tensor_files import CheckpointReader, FlatRange, Shape, pieces_metadata
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Extent, Fault, TensorFile
-from difftrain.device import fp8
+from difftrain.device import quantised
 from difftrain.engine.base import BaseEngine
 from difftrain.engine.half_precision import precision_of
 from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, HostBuffers, NativeSnapshot, shares
@@ -154,7 +154,7 @@ class CheckpointedEngine(BaseEngine):
 
         # --- weights, then the optimizer's state and groups
         self._master_weights.load(weights.ranges(self._range_of), self._own_state())
-        fp8.refresh(self.root)
+        quantised.refresh(self.root)
         if optimizer:
             groups = about["groups"] if params else [{} for _ in about["groups"]]
             self._state.load(states, groups, self._state_tensors(stored))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from difftrain.contracts import Batch, FeatureSpec
-from difftrain.device import fp8, patches
+from difftrain.device import patches, quantised
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import TrainingSection
@@ -50,7 +50,7 @@ def wrap(
 
 def leave_out_frozen(root: nn.Module, base: Collection[str] = ()) -> None:
     """Let DDP pass over what is frozen: held in 8 bits, which cannot be sent, or read by every rank from its source."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*fp8.stored_names(root), *base])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*quantised.stored_names(root), *base])
 
 
 def lay_out(root: nn.Module) -> None:

@@ -136,8 +136,9 @@ def existing_values(family: BaseFamily, part: str, module: nn.Module) -> Iterato
     for name in layers:
         key = folder, layouts.layer(folder, name)
         known.add(key)
-        pair, base = adapter.pairs.get(key), cast("Any", layers[name]).base_layer.weight
-        if pair is None or pair.a is None or pair.b is None or pair.delta(base.shape) is None:
+        pair, base = adapter.pairs.get(key), cast("Any", layers[name]).base_layer
+        shape = getattr(base, "wide_shape", base.weight.shape)  # of one that is stored in few bits
+        if pair is None or pair.a is None or pair.b is None or pair.delta(shape) is None:
             differing.append(f"{name} has none")
         elif pair.rank != ranks.rank[name]:
             differing.append(f"{name} has rank {pair.rank} there and {ranks.rank[name]} here")

@@ -24,6 +24,7 @@ from difftrain.contracts import (
     Parts,
     ReferenceArea,
 )
+from difftrain.device.quantised import widened
 from difftrain.models import build as known
 from difftrain.models import passes, routing
 from difftrain.models.build import possible
@@ -58,7 +59,8 @@ class Description:
     are filled up to multiples of it), shift, keys (the
     table of the original layout), infer (its sizes from shapes), agree, zero and unread (patterns of the denoiser's
     parameters that begin as zeros, and that no loss reaches; {last} is the last block), silent (pattern of those that are
-    trained though no output depends on them: their gradient is zeros), leaving (pattern of those that are used behind the last block), lora, options, vae_scales (of a
+    trained though no output depends on them: their gradient is zeros), keep_wide (pattern of the denoiser's layers that are
+    never stored in few bits), leaving (pattern of those that are used behind the last block), lora, options, vae_scales (of a
     VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
     beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
     kohya_name (what headers call it), needed (sizes of a part that have to be said), counts (sizes that count positions,
@@ -83,6 +85,7 @@ class Description:
     zero: str = ""
     unread: str = ""
     silent: str = ""
+    keep_wide: str = ""
     leaving: str = r"norm_out\b|proj_out\b"
     lora: Lora = Lora()
     options: tuple[FamilyOption, ...] = ()
@@ -196,7 +199,7 @@ class Description:
             reader = self.source.readers.get("vae")
             if reader is not None:
                 return reader.tensor(name)
-            drawn = dict(self.source.weights("vae", self.source.build("vae")))
+            drawn = dict(widened(self.source.weights("vae", self.source.build("vae"))))
             return drawn[name]
 
         return Latents(self.parts["vae"], self.source.complete("vae"), stored)

@@ -17,6 +17,7 @@ import torch
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.io.files import link_or_copy
+from difftrain.models.base_weights import from_source
 from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.weights.files import MODEL_STEMS, TEXT_STEMS
@@ -51,6 +52,7 @@ def export(
     if layout not in family.row.layouts:
         what = f"{layout} is not built for {family.row.title}"
         raise ConfigFault([Fault(option("save.model_as"), what, f"one of {', '.join(family.row.layouts)}")])
+    weights = chain(weights, from_source(family, parts))
     if layout.startswith("diffusers"):
         return write_folder(family, weights, parts, path, dtype, metadata, torch_files=_has_bin(family, layout))
     if family.one_file is not None:

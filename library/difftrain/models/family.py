@@ -35,7 +35,8 @@ from difftrain.contracts import (
     control_name,
     image_feature,
 )
-from difftrain.models import passes, placeholder, speedups, stages, vision
+from difftrain.device.quantised import Stored
+from difftrain.models import base_weights, passes, placeholder, speedups, stages, vision
 from difftrain.models.adapted import adapter_notes, existing_values, export_adapter, fuse, fused_fingerprints
 from difftrain.models.base import BaseFamily
 from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
@@ -335,6 +336,7 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
     root = DenoiserRoot(family, family.denoiser, net, encoders=encoders, **family.root_options(net, meta=meta))
     parts = Parts(root)
     parts.notes += [*family.freeze(parts, root), *adapter_notes(family, root)]
+    parts.notes += base_weights.quantise(family, parts)
 
     def load_root() -> None:
         base = frozenset(parts.base)
@@ -381,8 +383,8 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
 
 
 def with_adapters(
-    family: BaseFamily, part: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+    family: BaseFamily, part: str, module: nn.Module, weights: Iterable[tuple[str, Tensor | Stored]]
+) -> Iterator[tuple[str, Tensor | Stored]]:
     """Give the weights of a part under the names that they have beside adapters, and then those of the adapters."""
     section, layers = family.cfg.adapter, adapted_layers(module)
     if not layers:

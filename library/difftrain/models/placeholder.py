@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.device import fp8
+from difftrain.device import quantised
+from difftrain.device.quantised import QuantisedLayer, Stored, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +77,7 @@ def load_part(source: WeightSource, part: str, parts: Parts, dtype: torch.dtype,
         raise ConfigFault(faults)
     fill_part(source, part, module, dtype)
     if eight_bits:
-        fp8.store(untrained(module))
+        quantised.store(untrained(module))
     parts.frozen[part] = untrained(module)
 
 
@@ -88,7 +89,7 @@ def in_8_bits(cfg: TrainConfig, part: str) -> bool:
 def to_8_bits(chosen: Mapping[str, nn.Module]) -> str:
     """Put the frozen layers of modules into 8 bits, those of deferred ones when they are loaded; name them, or nothing."""
     counts = {
-        name: len(fp8.store(module)) for name, module in chosen.items() if not isinstance(module, MetaPlaceholder)
+        name: len(quantised.store(module)) for name, module in chosen.items() if not isinstance(module, MetaPlaceholder)
     }
     layers = [f"{number} layers of {name}" for name, number in counts.items() if number]
     layers += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
@@ -98,7 +99,7 @@ def to_8_bits(chosen: Mapping[str, nn.Module]) -> str:
 def source_weights(source: WeightSource, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of parts straight from their source; they may be without any."""
     for part, module in modules.items():
-        yield from ((f"{part}.{name}", value) for name, value in source.weights(part, meta_module(module)))
+        yield from ((f"{part}.{name}", value) for name, value in widened(source.weights(part, meta_module(module))))
 
 
 def deferred_weights(
@@ -119,12 +120,14 @@ Dtype = torch.dtype | Callable[[str], torch.dtype]
 
 def fill(
     module: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor | Stored]],
     dtype: Dtype,
     *,
     mapped: Callable[[str], bool] = lambda name: False,
 ) -> nn.Module:
     """Put weights in place of meta parameters, one at a time, in memory of their own.
+
+    Layers of few bits take theirs by themselves: it is wide as long as it is looked at.
 
     A parameter of several names is given by any of them, and stays one. dtype: of all floating ones, or of each by its
     name. mapped: names whose value may stay in the map of its file, where it lies there as it is kept: pages of a file
@@ -138,8 +141,16 @@ def fill(
         names.setdefault(id(param), []).append(name)
 
     # each value goes under all names of its parameter
+    few_bits = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, QuantisedLayer)}
     for name, value in weights:
         shape = waiting[name]
+        if name in few_bits:
+            few_bits[name].take(value, mapped=mapped(name))
+            waiting.pop(name)
+            del value  # before the next one is made
+            continue
+        if isinstance(value, Stored):
+            value = value.wide()
         if value.shape != shape:
             raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(shape)}")
         alike, value = names[id(tensors[name])], value.detach()

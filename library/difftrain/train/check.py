@@ -16,7 +16,7 @@ from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.media.decoders import HOST
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.sources import own_class
-from difftrain.device import Device, fp8, jpeg
+from difftrain.device import Device, jpeg, quantised
 from difftrain.distributed.partition import Cut
 from difftrain.train.drawing import prompts_of
 
@@ -26,11 +26,13 @@ _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
 def check_device(cfg: TrainConfig, device: Device) -> None:
     """Try what only some devices have and is asked for. Raises ConfigFault where it cannot be used here."""
     faults = []
-    if cfg.model.fp8_frozen and (why := fp8.why_not(device.kind)):
+    if cfg.model.fp8_frozen and (why := quantised.why_not(device.kind)):
         flag = (
             option("model.fp8_frozen", "all") if cfg.model.fp8_frozen == "all" else option("model.fp8_frozen", "unet")
         )
         faults.append(Fault(flag, why, f"leave it out; {option('cache.text', True)} frees more"))
+    if cfg.model.base_dtype == "fp8" and (why := quantised.why_not(device.kind)):
+        faults.append(Fault("[model] base_dtype", f"is fp8: {why}", "int8, which takes as much memory, or nf4"))
     if cfg.data.image_decoder != HOST and (why := jpeg.why_not(device)):
         faults.append(
             Fault(f"{option('data.image_decoder')}={cfg.data.image_decoder}", why, "leave it out: the host decodes")

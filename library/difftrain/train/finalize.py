@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from difftrain.cache.request import bytes_text
 from difftrain.contracts import Bucket, Parts
 from difftrain.data.plan.plan import EVERY, why
+from difftrain.device.quantised import count_parameters
 from difftrain.distributed.collective import heartbeat
 from difftrain.engine.half_precision import precision_of
 from difftrain.hub.uploads import AT_END_S
@@ -152,8 +153,8 @@ def main_bucket(run: Run) -> Bucket:
 
 def parameter_counts(parts: Parts) -> dict[str, int]:
     """Count parameters of every part, and those that are trained; before an engine may cut them into pieces."""
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.root.named_children()}
-    counts |= {name: sum(p.numel() for p in part.parameters()) for name, part in parts.frozen.items()}
+    counts = {name: count_parameters(part) for name, part in parts.root.named_children()}
+    counts |= {name: count_parameters(part) for name, part in parts.frozen.items()}
     return {**counts, "trained": sum(p.numel() for p in parts.root.parameters() if p.requires_grad)}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from refusals import is_about, names
 
@@ -9,7 +11,8 @@ from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
 from difftrain.config.rules.engine import _BY_ROWS, _ELEMENTWISE, accelerate, deepspeed, fsdp
 from difftrain.config.rules.finding import check
-from difftrain.config.rules.optimizer import patterns
+from difftrain.config.rules.optimizer import base, patterns
+from difftrain.config.rules.pipeline import pipeline
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.contracts import ConfigFault
 
@@ -118,6 +121,21 @@ def test_a_base_that_is_only_held_trains_on_the_native_engine():
     assert is_about(fault, "[model] train_only", "--engine=accelerate")
     given["training"] = {"engine": "native"}
     assert check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {}) == ([], [])
+
+
+@pytest.mark.parametrize("rule, where", [
+    (accelerate, {"training": {"engine": "accelerate"}}),
+    (fsdp, {"training": {"engine": "fsdp"}}),
+    (pipeline, {"training": {"pipeline_stages": 2}}),
+    (base, {"model": {"train_only": []}}),
+])  # fmt: skip
+def test_few_bits_are_for_what_is_only_held_on_the_native_engine(rule: Any, where: dict[str, Any]):
+    given = {"model": {"family": "flux", "train_only": ["attn"], "base_dtype": "int8"}}
+    assert check(TrainConfig.model_validate(given), (base, rule), {"model.base_dtype"}, set(), {})[0] == []
+    given = {"model": given["model"] | where.get("model", {})} | {k: v for k, v in where.items() if k != "model"}
+    faults, _ = check(TrainConfig.model_validate(given), (rule,), {"model.base_dtype"}, set(), {})
+    (fault,) = (fault for fault in faults if is_about(fault, "[model] base_dtype"))
+    assert fault.remedy or rule is not base
 
 
 @pytest.mark.parametrize("package", ["accelerate", "deepspeed", "fairscale"])

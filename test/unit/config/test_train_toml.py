@@ -277,6 +277,12 @@ def test_dtypes_of_trained_weights_are_said_to_have_no_effect(write: Write) -> N
     )
 
 
+def test_a_dtype_of_weights_that_are_only_held_is_what_they_are_stored_in(write: Write) -> None:
+    model = '[model]\ntype = "flux"\ninit_from_config = "tiny"\ntrain_only = ["attn"]\ntransformer_dtype = "float8"\n'
+    assert config(write(model=model)).model.base_dtype == "fp8"
+    assert config(write(model=f'{model}base_dtype = "nf4"\n')).model.base_dtype == "nf4"
+
+
 @pytest.mark.parametrize(
     ("flat", "limits"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 
-from difftrain.device import experts, patches
+from difftrain.device import experts, patches, quantised
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,25 @@ def test_gradients_are_the_bits_of_its_training() -> None:
     ours = gradients(module, x)
     with patches.without("routed_experts"):
         theirs = gradients(module, x)
+    assert ours.keys() == theirs.keys() and all(torch.equal(each, theirs[name]) for name, each in ours.items())
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_experts_in_few_bits_compute_with_the_rounded_weights(all_of_them: bool) -> None:
+    module, x = layer().train(), torch.randn(2, 9, 8)
+    module.experts.requires_grad_(False)
+    plain = copy.deepcopy(module)
+    for name, each in list(module.experts.named_modules()):
+        if isinstance(each, torch.nn.Linear) and (all_of_them or not name.startswith("0.")):
+            weight = each.weight.detach()
+            quantised.hollow([each], "fp8", torch.float32)
+            each.take(weight)
+            plain.experts.get_submodule(name).weight.data = each.wide(torch.float32)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        assert torch.equal(module(x.clone().requires_grad_()), plain(x))
+    assert not all_of_them or not any(t.ndim == 3 and len(t) == 4 and t.dtype == torch.float32 for t in kept)
+    ours, theirs = gradients(module, x), gradients(plain, x)
     assert ours.keys() == theirs.keys() and all(torch.equal(each, theirs[name]) for name, each in ours.items())
 
 

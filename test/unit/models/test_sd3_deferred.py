@@ -12,7 +12,7 @@ from sd3 import config, loaded
 
 from difftrain.cache.build import deferred_parts
 from difftrain.contracts import EVERY, ConfigFault
-from difftrain.device import choose, fp8
+from difftrain.device import choose, quantised
 from difftrain.device.attention_modules import JointAttention
 from difftrain.models.families.sd3.family import SD3Family
 from difftrain.models.placeholder import MetaPlaceholder
@@ -47,7 +47,7 @@ MASKED_0_5 = {
 @pytest.fixture(autouse=True)
 def small_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 8 bits be for the tiny model's layers too."""
-    monkeypatch.setattr(fp8, "FEWEST_INPUTS", 16)
+    monkeypatch.setattr(quantised, "FEWEST_INPUTS", 16)
 
 
 @pytest.mark.parametrize(("sections", "model"), WAYS)
@@ -62,8 +62,8 @@ def test_a_part_that_was_woken_is_the_one_that_was_loaded(sections: Any, model: 
             assert same(parts, wanted, name)
             assert not any(each.requires_grad for each in parts.frozen[name].parameters())
             assert not any(module.training for module in parts.frozen[name].modules())
-            held = list(fp8.stored_names(wanted.frozen[name]))
-            assert list(fp8.stored_names(parts.frozen[name])) == held
+            held = list(quantised.stored_names(wanted.frozen[name]))
+            assert list(quantised.stored_names(parts.frozen[name])) == held
             assert bool(held) == ("fp8_frozen" in model and name != "vae")
             parts.offload(name)
     assert not any(map(parts.is_loaded, FROZEN))

@@ -15,7 +15,7 @@ from sdxl import config, loaded, sizes
 
 from difftrain.cache.build import deferred_parts
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.device import fp8, host
+from difftrain.device import host, quantised
 from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.weights import fingerprints
@@ -37,7 +37,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture(autouse=True)
 def small_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 8 bits be for the tiny model's layers too."""
-    monkeypatch.setattr(fp8, "FEWEST_INPUTS", 16)
+    monkeypatch.setattr(quantised, "FEWEST_INPUTS", 16)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_a_part_that_was_woken_is_the_one_that_was_loaded(sections: Any, model: 
             assert same(parts, wanted, name)
             assert not any(each.requires_grad for each in parts.frozen[name].parameters())
             assert not any(module.training for module in parts.frozen[name].modules())
-            held = list(fp8.stored_names(wanted.frozen[name]))
-            assert list(fp8.stored_names(parts.frozen[name])) == held
+            held = list(quantised.stored_names(wanted.frozen[name]))
+            assert list(quantised.stored_names(parts.frozen[name])) == held
             assert bool(held) == ("fp8_frozen" in model and name != "vae")
             parts.offload(name)
     assert not any(map(parts.is_loaded, FROZEN))

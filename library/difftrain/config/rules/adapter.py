@@ -66,9 +66,13 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if cfg.training.engine == "accelerate":
         what = f"cannot be used with {option('training.engine')}=accelerate, whose checkpoints have the model in them"
         yield Finding((_TYPE, "training.engine"), what, f"{option('training.engine')}=native or fsdp")
-    if section.type == "dora" and cfg.model.fp8_frozen:
-        what = "needs the lengths of weights, which are held in 8 bits"
-        yield Finding((_TYPE, "model.fp8_frozen"), what, f"{option(_TYPE, 'lora')}")
+    for field in ("model.fp8_frozen", "model.base_dtype"):
+        if section.type == "dora" and value_of(cfg, field):
+            what = f"needs the lengths of weights, which are held as {field.partition('.')[2]} says"
+            yield Finding((_TYPE, field), what, f"{option(_TYPE, 'lora')}")
+    if section.fuse_adapters and cfg.model.base_dtype:
+        what = "adds to weights that base_dtype rounds while they are read"
+        yield Finding(("adapter.fuse_adapters", "model.base_dtype"), what, "leave one of them out")
     if "save.model_as" in requested and cfg.save.naming != "kohya":
         what = "has no effect: an adapter is exported in every layout that it has"
         yield Finding(("save.model_as", _TYPE), what, note=True)

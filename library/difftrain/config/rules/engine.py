@@ -213,6 +213,7 @@ def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("optimizer.fused_groups", cfg.optimizer.fused_groups),
         ("training.full_precision", cfg.training.full_precision),
         ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
+        ("model.base_dtype", cfg.model.base_dtype),
     ):
         if value:
             yield Finding((field, _ENGINE), f"cannot be used with {option('training.engine')}=accelerate", remedy)
@@ -246,6 +247,7 @@ def fsdp(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("training.full_precision", cfg.training.full_precision),
         ("training.compile", cfg.training.compile),
         ("model.fp8_frozen", cfg.model.fp8_frozen),
+        ("model.base_dtype", cfg.model.base_dtype),
         ("eval.kid", cfg.eval.kid),
         ("demo.score", cfg.demo.score),
     ):

@@ -113,7 +113,14 @@ def patterns(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             )
 
 
-NAME_RULES: tuple[Rule, ...] = (optimizer, schedule, sampler, backend, patterns)
+def base(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """Few bits are for weights that are only held."""
+    if cfg.model.base_dtype and not cfg.model.train_only and cfg.adapter.type is None:
+        what = f"is {cfg.model.base_dtype}, and nothing is only held: all weights are trained, in fp32"
+        yield Finding(("model.base_dtype",), what, "leave it out, or train an adapter or what train_only names")
+
+
+NAME_RULES: tuple[Rule, ...] = (optimizer, schedule, sampler, backend, patterns, base)
 
 
 _TYPE, _ARGS, _RATE = "optimizer.type", "optimizer.args", "optimizer.learning_rate"

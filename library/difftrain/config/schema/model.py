@@ -78,4 +78,9 @@ class ModelSection(Section):
     fp8_frozen: Literal["all", "unet"] | None = Field(
         None, description="frozen layers that are held in 8 bits; all: but the VAE's; unet: of the UNet alone"
     )
+    base_dtype: Literal["bf16", "fp8", "int8", "nf4"] | None = Field(
+        None,
+        description="what layers of the denoiser's blocks that are not trained (adapters, train_only) are stored in, and are computed "
+        "with in the run's precision; unset: bf16 or fp16 with mixed precision, else fp32",
+    )
     disable_mmap: bool = Field(False, description="read weights without a memory map, for network disks")

@@ -20,6 +20,7 @@ import torch
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.device.quantised import widened
 from difftrain.models.registry import DEFAULT, FAMILIES, make_family
 from difftrain.models.weights.adapter_files import (
     AdapterChoice,
@@ -165,8 +166,8 @@ class ModelWeights:
         """Give the tensors of a part, one at a time, in the order of its module."""
         module = self.layouts.module(folder)
         if self.reader is not None:
-            return self.reader.weights(module)
-        return self.family.source.weights(self.layouts.part(folder), module)
+            return widened(self.reader.weights(module))
+        return widened(self.family.source.weights(self.layouts.part(folder), module))
 
 
 # ------------------------------------------------------------------ merging

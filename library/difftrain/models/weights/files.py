@@ -196,9 +196,23 @@ def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
         raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
 
 
+SCALES = ("scale_weight", "weight_scale")  # what files call the scale of a weight of fp8, beside it (ComfyUI)
+_OF_FP8 = (*SCALES, "scale_input", "input_scale", "comfy_quant")
+
+
+def is_of_fp8(key: str) -> bool:
+    """Tell what files of scaled fp8 carry beside the weights: scales, and the mark that they are such files."""
+    leaf = key.rpartition(".")[2]
+    return leaf == "scaled_fp8" or leaf in _OF_FP8
+
+
 def is_extra(key: str) -> bool:
     """Tell buffers and training helpers that files carry beside the weights."""
-    return key.endswith(("embeddings.position_ids", "._extra_state")) or key.startswith(("loss.", "model_ema."))
+    return (
+        is_of_fp8(key)
+        or key.endswith(("embeddings.position_ids", "._extra_state"))
+        or key.startswith(("loss.", "model_ema."))
+    )
 
 
 def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:

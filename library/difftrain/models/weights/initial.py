@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,14 +32,16 @@ def initial_weights(
     Scales of exactly 0 give zeros; the part's name is part of the key, so equal names in two parts differ.
     """
     norms = {name for name, child in module.named_modules() if "Norm" in type(child).__name__}
-    for name, param in list(module.named_parameters()):  # filled while they are given
+    tensors = module.state_dict(keep_vars=True)  # in their own shapes, also where a layer stores its weight in few bits
+    for name in [name for name, _ in module.named_parameters()]:  # filled while they are given
         if not only(name):
             continue
+        param = tensors[name]
         owner, _, kind = name.rpartition(".")
         if owner in norms:
             value = torch.ones(param.shape) if kind == "weight" else torch.zeros(param.shape)
         else:
-            value = _normal(seed, f"{part}.{name}", param.shape, scale(name, fan_shape(module, name, param)))
+            value = _normal(seed, f"{part}.{name}", param.shape, scale(name, fan_shape(tensors, name)))
         yield name, value
 
 
@@ -50,11 +52,11 @@ def _normal(seed: int, name: str, shape: torch.Size, std: float) -> Tensor:
     return draw.mul_(std)
 
 
-def fan_shape(module: nn.Module, name: str, param: Tensor) -> torch.Size:
+def fan_shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     """Return the shape that sets a parameter's fan-in: for a bias, that of its weight."""
     owner, _, kind = name.rpartition(".")
-    weight = getattr(module.get_submodule(owner), "weight", None)
-    return weight.shape if kind == "bias" and weight is not None else param.shape
+    weight = tensors.get(f"{owner}.weight".lstrip(".")) if kind == "bias" else None
+    return tensors[name].shape if weight is None else weight.shape
 
 
 def by_fan_in(name: str, shape: torch.Size) -> float:

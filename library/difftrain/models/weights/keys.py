@@ -110,6 +110,13 @@ class KeyMap:
             value = value.reshape(shape)
         return swapped(value.T if piece.form == "transposed" else value, piece.halves)
 
+    def restored_rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Take those of ours out of numbers for each row of theirs, (rows, 1)."""
+        piece, shape = self.pieces[name], self.shapes[name]
+        if piece.form == "transposed":
+            raise ValueError(f"{name} lies transposed: its rows are no rows of {piece.key}")
+        return swapped(numbers[piece.start : piece.start + shape[0]], piece.halves)
+
     def collected(self, name: str, value: Tensor, waiting: dict[str, Tensor]) -> Tensor | None:
         """Take a tensor of ours; return theirs once all that it holds have come, which wait until then."""
         key = self.pieces[name].key

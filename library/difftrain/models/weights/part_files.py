@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.device.quantised import FP8, Stored, widened
 from difftrain.models import build as known
 from difftrain.models.build import is_transformers
 from difftrain.models.facts import OneFile
 from difftrain.models.weights.files import (
     MODEL_STEMS,
+    SCALES,
     TEXT_STEMS,
     WeightFile,
     dtypes_of,
     find_weights,
     is_extra,
+    is_of_fp8,
     opened,
     read_json,
 )
@@ -52,9 +55,9 @@ _CLIP_BESIDE = ("vision_model.", "visual_projection.", "logit_scale")
 _BESIDE = {
     "CLIPTextModel": (*_CLIP_BESIDE, "text_projection."),
     "CLIPTextModelWithProjection": _CLIP_BESIDE,
-    "T5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
+    "T5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "spiece_model"),
     "Qwen3Model": ("lm_head.",),
-    "UMT5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
+    "UMT5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "spiece_model"),
     "Qwen2_5_VLForConditionalGeneration": (),
     "CosmosTransformer3DModel": ("accum_", "pos_embedder."),
     "Lumina2Transformer2DModel": ("norm_final.", "loss.", "model_ema."),
@@ -121,6 +124,27 @@ class PartFiles:
         file, key = self._located[name]
         return file.get(key)
 
+    def _scale_of(self, name: str) -> str | None:
+        """Name the scale that stands beside a weight of fp8."""
+        owner, dot, leaf = name.rpartition(".")
+        scales = (f"{owner}{dot}{scale}" for scale in SCALES) if leaf == "weight" else ()
+        return next((scale for scale in scales if scale in self._located), None)
+
+    def _restored(self, key_map: KeyMap, name: str) -> Tensor | Stored:
+        """Read a tensor of a module; a matrix of fp8 with its scale, which is 1 where none is stored. Raises ConfigFault."""
+        key = key_map.pieces[name].key
+        value, scaled = self._get(key), self._scale_of(key)
+        restored = key_map.restored(name, value)
+        if scaled is None:
+            return Stored(restored, torch.ones(())) if value.dtype == FP8 and value.ndim > 1 else restored
+        scale = self._get(scaled).float()
+        if wrong := _scale_fault(value, scale):
+            remedy = "float8_e4m3fn with one scale, or one for each row; or weights in bf16, fp16 or fp32"
+            raise ConfigFault([Fault(self.flag, f"{self.path}: {scaled} {wrong}", remedy)])
+        if scale.numel() == 1:
+            return Stored(restored, scale.reshape(()))
+        return Stored(restored, key_map.restored_rows(name, scale.reshape(-1, 1)))
+
     def key_map(self, module: nn.Module) -> KeyMap:
         """Say where each tensor of a module lies: by its own name, else by the table of the original layout."""
         tensors = module.state_dict()
@@ -167,13 +191,15 @@ class PartFiles:
         if not lines:
             return []
         text = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
+        if any(_OTHER_CODES.search(name) for name in self._located):
+            remedy = "weights that others have quantised are read as ComfyUI's fp8 alone: give those of bf16"
+            return [Fault(self.flag, text, remedy)]
         return [Fault(self.flag, text, "weights and config.json must belong together")]
 
-    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Give a module's tensors one at a time."""
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor | Stored]]:
+        """Give a module's tensors one at a time, those of fp8 as they are. Raises ConfigFault for scales that are none."""
         key_map = self.key_map(module)
-        for name, piece in key_map.pieces.items():
-            yield name, key_map.restored(name, self._get(piece.key))
+        yield from ((name, self._restored(key_map, name)) for name in key_map.pieces)
 
     def tensor(self, name: str) -> Tensor:
         """Give one tensor by the name that it has in files: statistics that lie among a VAE's weights."""
@@ -189,7 +215,8 @@ class PartFiles:
 
     def fingerprint(self, part: str) -> str:
         """Hash the weights as they lie in the files."""
-        stored = ((name, self._get(name)) for name in self.shapes)
+        scales = [name for name in self._located if is_of_fp8(name)]
+        stored = ((name, self._get(name)) for name in (*self.shapes, *scales))
         return of_files(self.paths(), f"all of {part}", lambda: of_tensors(stored), self._since)
 
     def named_fingerprint(self, what: str, build: Callable[[], nn.Module]) -> str:
@@ -203,7 +230,7 @@ class PartFiles:
             module = build()
             if problems := self.faults(module):
                 raise ConfigFault(problems)
-            return of_tensors((file_name(self.kind, name), value) for name, value in self.weights(module))
+            return of_tensors((file_name(self.kind, name), value) for name, value in widened(self.weights(module)))
 
         return of_files(self.paths(), what, read, self._since)
 
@@ -230,6 +257,19 @@ class PartFiles:
             return None
         beside = [name for name in self._located if self._is_beside(name) and not is_second_name(self.kind, name)]
         return None if beside else files
+
+
+# what other tools' quantised weights have beside them: bitsandbytes, GPTQ, AWQ
+_OTHER_CODES = re.compile(r"\.(absmax|quant_map|nested_absmax|quant_state\..*|qweight|qzeros|g_idx|SCB)$")
+
+
+def _scale_fault(value: Tensor, scale: Tensor) -> str:
+    """Say what is wrong with the scale of a weight; nothing where it is one."""
+    if value.dtype != FP8:
+        return f"stands beside a weight of {str(value.dtype).removeprefix('torch.')}"
+    if scale.numel() not in (1, len(value)):
+        return f"has {scale.numel()} numbers for {len(value)} rows"
+    return "" if bool((torch.isfinite(scale) & (scale > 0)).all()) else "is not finite, or not above 0"
 
 
 # --- One file that holds all parts of a model in their original layout: its sizes, what is wrong with it, and its parts
@@ -281,7 +321,8 @@ class SingleFile:
     def shapes(self) -> Shapes:
         """Give the shapes of its weights, and of what readers expect beside them."""
         ignored = re.compile(self.facts.ignored)
-        return {key: shape for key, shape in self.opened[1].shapes().items() if not ignored.match(key)}
+        shapes = self.opened[1].shapes().items()
+        return {key: shape for key, shape in shapes if not ignored.match(key) and not is_of_fp8(key)}
 
     def get(self, key: str) -> Tensor:
         """Give a tensor by its key."""
@@ -359,17 +400,18 @@ class PartInFile(PartFiles):
     def _located(self) -> dict[str, tuple[WeightFile, str]]:
         file = self.single_file.opened[1]
         beside = self.single_file.facts.beside
-        inside = [key for key in self.single_file.shapes if key.startswith(self.prefix) and key not in beside]
+        keys = (*self.single_file.shapes, *filter(is_of_fp8, self.single_file.marks))
+        inside = [key for key in keys if key.startswith(self.prefix) and key not in beside]
         return {key.removeprefix(self.prefix): (file, key) for key in inside}
 
-    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor | Stored]]:
         """Give a module's tensors one at a time; a matrix that such files may leave out is the identity."""
         key_map = self.key_map(module)
         for name, piece in key_map.pieces.items():
             if piece.key not in self._located and self.prefix + piece.key in self.single_file.facts.identity:
                 yield name, torch.eye(*key_map.shapes[name])
             else:
-                yield name, key_map.restored(name, self._get(piece.key))
+                yield name, self._restored(key_map, name)
 
     def faults(self, module: nn.Module) -> list[Fault]:
         """Compare names and shapes with those of a module."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.device.quantised import Stored
 from difftrain.diffusion.draws import STREAM_VERSION
 from difftrain.models import build as known
 from difftrain.models.build import build, possible
@@ -83,15 +84,15 @@ class WeightSource:
             fault for part, reader in stored.items() if part not in inside for fault in reader.faults(modules[part])
         ]
 
-    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Give a part's tensors one at a time, fixed tables included.
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor | Stored]]:
+        """Give a part's tensors one at a time, fixed tables included; matrices that a file has in fp8 as they are there.
 
         Raises ConfigFault behind the last of stored ones where some, the first time that they are read, are not finite.
         """
         if part in self.readers:
             reader, bad = self.readers[part], []
             for name, value in reader.weights(module):
-                if part not in self.checked and not is_finite(value):
+                if part not in self.checked and not is_finite(value.codes if isinstance(value, Stored) else value):
                     bad.append(name)
                 yield name, value
             if bad:

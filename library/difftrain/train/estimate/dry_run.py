@@ -23,6 +23,7 @@ from difftrain.data.loader import check_sizes
 from difftrain.data.plan.plan import EVERY, EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.device.free_memory import free_memory
+from difftrain.device.quantised import count_parameters
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.partition import Cut
 from difftrain.evaluation.features import INSTALL, NAME
@@ -179,7 +180,7 @@ def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
     weights = f", weights in {training.full_precision}" if training.full_precision else ""
     if parts is None:
         return f"{row.title}, computed in {computed}{weights}"
-    total = sum(parameter.numel() for module in modules(parts).values() for parameter in module.parameters())
+    total = sum(count_parameters(module) for module in modules(parts).values())
     return f"{row.title}, {trained(parts.root):,} of {total:,} parameters trained, computed in {computed}{weights}"
 
 
@@ -319,7 +320,7 @@ def parameters(parts: Parts) -> Iterator[str]:
     """Count parameters by part."""
     total = 0
     for name, module in modules(parts).items():
-        count, moving = sum(parameter.numel() for parameter in module.parameters()), trained(module)
+        count, moving = count_parameters(module), trained(module)
         total += count
         how = "frozen" if not moving else "trained" if moving == count else f"{moving:,} of them trained"
         yield f"parameters of {name}: {count:,}, {how}"

@@ -16,6 +16,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import PIECES
 from difftrain.contracts import Bucket, Group, Parts
+from difftrain.device.quantised import layers_of, scale_bytes
 from difftrain.distributed.partition import Cut
 from difftrain.engine.fused import parts_of
 from difftrain.engine.half_precision import weights_kept
@@ -68,7 +69,11 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0) -> l
         return f", sharded over {round(1 / share)} ranks" if share < 1 else ""
 
     # weights, trained and frozen, with what low precision keeps beside them
-    weights = sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters())
+    few_bits = [layer.weight for layer in layers_of(parts.root)]
+    codes = sum(weight.numel() * weight.element_size() for weight in few_bits)
+    weights = (
+        sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters()) - codes
+    )
     resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
     kept_in = training.full_precision or (training.mixed_precision if halves else "fp32")
@@ -77,6 +82,9 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0) -> l
         MemoryItem(f"weights in {kept_in}", weights * spread.weights_share, formula),
         MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
+    if few_bits:
+        size, kind = codes + scale_bytes(parts.root), cfg.model.base_dtype or "fp8"
+        items.append(MemoryItem(f"base in {kind}", size, "codes and scales of layers that are only held"))
     kept = "fp32" if halves else weights_kept(training)
     if (training.full_precision or halves) and kept in KEPT_BYTES:
         share = spread.state_share if halves else spread.weights_share
@@ -361,6 +369,10 @@ def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_bat
     if cfg.adapter.type is not None:  # alone, in up to four layouts
         numbers = [parameter for parameter in parts.root.parameters() if parameter.requires_grad]
     export = sum(parameter.numel() * (HALF if half else parameter.element_size()) for parameter in numbers)
+    for part in exported:  # what is in few bits is written as its source has it
+        packed = [layer for layer in layers_of(part) if "original" not in layer.__dict__]
+        export += sum((HALF if half else layer.wide_dtype.itemsize) * layer.wide_shape.numel() for layer in packed)
+        export -= sum((HALF if half else layer.weight.element_size()) * layer.weight.numel() for layer in packed)
     averages = cfg.ema.enable + len(cfg.ema.profiles or ())
     checkpoint = moving * (FP32 + state_bytes(cfg, matrix_share(parts)) + FP32 * averages)
 

@@ -72,8 +72,8 @@ def load_model(
     adapters: Sequence[AdapterChoice] = (),
 ) -> Inference:
     """Load weights for drawing. cfg: with paths in the place of hub ids. Raises ConfigFault with what does not fit."""
-    if adapters and cfg.model.fp8_frozen is not None:  # nothing is added to weights of 8 bits
-        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"fp8_frozen": None})})
+    if adapters:  # nothing is added to weights of few bits
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"fp8_frozen": None, "base_dtype": None})})
     if ema not in (AS_SAMPLES, TRAINED) and source.kind != "checkpoint":
         what = f"{source.path} is not a checkpoint: it contains a single set of weights"
         raise ConfigFault(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.device.quantised import Stored, widened
 from difftrain.models.build import possible
 from difftrain.models.weights.initial import initial_weights
 from difftrain.models.weights.source import WeightSource
@@ -69,14 +70,14 @@ class BranchSource(WeightSource):
         own = {self.denoiser: self.cut()} if self.branchless and self.denoiser in modules else {}
         return super().faults({**modules, **own})
 
-    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor | Stored]]:
         """Give a part's tensors one at a time; a branch that begins anew is drawn as in a model that is random as a whole."""
         if part != self.denoiser or not self.branchless:
             yield from super().weights(part, module)
             return
         scale, depth = self._scale(part, module), self.num_layers
         fresh = dict(initial_weights(module, part, self.seed, scale, only=lambda name: is_branch(name, depth)))
-        yield from unfolded(super().weights(part, self.cut()), depth, fresh)
+        yield from unfolded(widened(super().weights(part, self.cut())), depth, fresh)
 
 
 def last_block(num_layers: int) -> str:
