@@ -218,3 +218,20 @@ def test_an_adapter_of_other_layers_or_ranks_is_named(
         adapted(own.family.name, LORA | change | {"init_from_existing": str(folder)})
     (fault,) = refused.value.faults
     assert fault.where == option("adapter.init_from_existing") and says in fault.what and str(folder) in fault.what
+
+
+@pytest.mark.parametrize("kind", ["dora", "oft"])
+def test_other_kinds_are_exported_as_peft_reads_them(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    own = adapted("flux", {"type": kind, "rank": 2})
+    trained_once(own)
+    plain = loaded(config("flux"))
+    with torch.no_grad():
+        for key, value in plain.parts.root.named_parameters():
+            value.copy_(own.parts.root.get_parameter(inside(own, key)))
+        inputs = own.inputs()
+        expected = own.family.forward(own.parts.root, inputs)[0]
+        read = PeftModel.from_pretrained(plain.net, exported(own, tmp_path / "mine"))
+        assert set(adapted_layers(read.get_base_model())) == set(adapted_layers(own.net))
+        torch.testing.assert_close(plain.family.forward(plain.parts.root, inputs)[0], expected, rtol=1e-5, atol=1e-5)

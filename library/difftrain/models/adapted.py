@@ -168,7 +168,7 @@ def _write_peft(
         for name, value in named.items():
             writer.write(name, value)
     config: dict[str, Any] = KINDS[section.type or ""].config(section, ranks_of(section, layers)).to_dict()
-    config |= {"target_modules": sorted(layers), "inference_mode": True}
+    config["inference_mode"] = True  # target_modules is one expression of whole names: entries of a list mean ends, too
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     (folder / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
 
