@@ -17,7 +17,7 @@ from difftrain.contracts import Bucket
 from difftrain.models.flops import blank_inputs, on_meta
 
 # families whose lists of blocks differ in kind; those that are built alike, and take seconds each, are counted nightly
-DEEPER = ("sd3", "flux", "wan", "lumina_2")
+DEEPER = ("sd3", "flux", "wan")
 kinds = pytest.mark.parametrize(
     "name", [one if one in DEEPER else pytest.param(one, marks=pytest.mark.nightly) for one in ON_KIT], indirect=True
 )

@@ -32,6 +32,7 @@ def made(folder: Path, monkeypatch: pytest.MonkeyPatch, vae_steps: int) -> tuple
     return family, family.load(), model.load_pictures(folder / "data")
 
 
+@pytest.mark.nightly  # a fit of some ten seconds
 def test_it_is_made_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, parts, pictures = made(tmp_path, monkeypatch, 2)
     ids = family.tokenizer(parts)([pairs.SOLID, pairs.DRAWN])["input_ids_1"]

@@ -11,7 +11,7 @@ import torch
 from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.base import unread as unread_of
+from difftrain.models.description import unread_text as unread_of
 from difftrain.models.families.sdxl import SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize, weigh, weighted_pieces
 from difftrain.models.text.encode import join_chunks
