@@ -72,6 +72,8 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
         ]
         if "llama3_path" in tables["model"]:
             words.append(f"--model.llama3_path={place / STAND_INS[folder] / 'text_encoder_4'}")
+        if "llm_max_length" in tables["model"]:  # of the demo's vocabulary: the stand-in's spells a template in letters
+            words.append("--model.llm_max_length=512")
         words += ["--demo.score=false"] if "score" in tables.get("demo", {}) else []
         if "eval" in tables:
             sets = f'[{{name = "unseen", config = "{file}"}}]'
