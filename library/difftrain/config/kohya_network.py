@@ -132,12 +132,16 @@ def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> 
     excluded: list[str] = []
     if (dims := _numbers(out, words, "block_dims")) is not None:
         own_alphas = _numbers(out, words, "block_alphas") or [alpha] * _BLOCKS
+        # blocks of one rank and alpha are one expression: smaller UNets lack some of them
+        groups: dict[tuple[int, float], list[str]] = {}
         for block, where in _ATTENTION.items():
-            pattern = rf"{where}\..*"
-            if dims[block] == 0:
+            groups.setdefault((int(dims[block]), own_alphas[block] if dims[block] else 0.0), []).append(where)
+        for (dim, own_alpha), places in groups.items():
+            pattern = rf"({'|'.join(places)})\..*"
+            if dim == 0:
                 excluded.append(pattern)
             else:
-                patterns[pattern], alphas[pattern] = int(dims[block]), own_alphas[block]
+                patterns[pattern], alphas[pattern] = dim, own_alpha
     elif words.pop("block_alphas", None) is not None:
         out.fault("?adapter.args", "block_alphas needs block_dims")
     if (conv := words.pop("conv_dim", None)) is not None:
@@ -145,8 +149,9 @@ def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> 
         if not conv.isdigit() or int(conv) < 1 or not _is_number(own):
             out.fault("?adapter.args", f"conv_dim={conv} conv_alpha={own}: a rank and a number")
             return
-        out.set("adapter.target_modules",
-                [*_ATTENTION_WORDS, *_TEXT_WORDS, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS], "?adapter.args")  # fmt: skip
+        text = _TEXT_WORDS if out.values.get("model.train_text_encoder") else ()
+        targets = [*_ATTENTION_WORDS, *text, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS]
+        out.set("adapter.target_modules", targets, "?adapter.args")
         patterns |= dict.fromkeys(_CONVOLUTIONS, int(conv))
         alphas |= dict.fromkeys(_CONVOLUTIONS, float(own))
     elif words.pop("conv_alpha", None) is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from difftrain.contracts import Parts
     from difftrain.models.base import BaseFamily
     from difftrain.models.root import DenoiserRoot
+
+log = logging.getLogger("difftrain")
 
 
 def export_adapter(
@@ -147,6 +150,9 @@ def existing_values(family: BaseFamily, part: str, module: nn.Module) -> Iterato
             yield f"{name}.lora_A.{ADAPTER}.weight", pair.a.float()
             yield f"{name}.lora_B.{ADAPTER}.weight", pair.b.float() * (pair.plain_alpha / own.plain_alpha)
     differing += [f"{'.'.join(key)} gets none here" for key in adapter.pairs if key[0] == folder and key not in known]
+    left = sorted({key[0] for key in adapter.pairs} - {family.folder(part) for part in family.in_root})
+    if left and part == family.denoiser:
+        log.warning("%s: what it has of %s is left out, as no adapter is trained there", adapter.path, ", ".join(left))
     if differing:
         what = f"{adapter.path} is of other layers or ranks: {'; '.join(differing[:3])}"
         what += f" and {len(differing) - 3} more" if len(differing) > 3 else ""

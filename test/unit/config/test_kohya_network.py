@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,16 @@ def test_convolutions_and_blocks(line: list[str]) -> None:
     cfg = config(line, MODULE, "--network_args", "conv_dim=2", "conv_alpha=0.5")
     assert 2 in cfg.adapter.rank_pattern.values() and 0.5 in cfg.adapter.alpha_pattern.values()
     assert "to_q" in cfg.adapter.target_modules and "q_proj" in cfg.adapter.target_modules
+    alone = config(line, MODULE, "--network_train_unet_only", "--network_args", "conv_dim=2")
+    assert "q_proj" not in alone.adapter.target_modules, "no layer of the UNet is called so"
     dims = ",".join(["0"] * 11 + ["8"] + ["3"] * 11)
     cfg = config(line, MODULE, "--network_args", f"block_dims={dims}")
-    assert cfg.adapter.rank_pattern[r"mid_block\.attentions\.0\..*"] == 8
-    assert r"down_blocks\.1\.attentions\.0\..*" in cfg.adapter.exclude_modules
+    ranks = {pattern: rank for pattern, rank in cfg.adapter.rank_pattern.items()}
+    assert {rank: "mid_block" in pattern for pattern, rank in ranks.items()} == {8: True, 3: False}
+    (excluded,) = cfg.adapter.exclude_modules
+    assert re.fullmatch(excluded, "down_blocks.1.attentions.0.proj_in") and not re.fullmatch(
+        excluded, "mid_block.attentions.0.proj_in"
+    )
 
 
 def test_lycoris_algorithms_are_our_types(line: list[str]) -> None:
