@@ -6,7 +6,7 @@
 Nothing here knows a family: models/ says which layers, and what an adapter's files are called.
 """
 
-from difftrain.adapters.kinds import FACTORED, KINDS
+from difftrain.adapters.kinds import FACTORED, KINDS, kind_of
 from difftrain.adapters.layers import (
     ADAPTER,
     adapted_layers,
@@ -29,6 +29,7 @@ __all__ = [
     "initial_values",
     "inside_name",
     "is_adapter",
+    "kind_of",
     "plain_name",
     "put_in",
     "ranks_of",

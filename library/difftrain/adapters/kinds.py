@@ -24,7 +24,7 @@ NO_WEIGHTS = "^$"  # a pattern of nothing
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """LayerRanks and alphas of the layers that get an adapter, by their names."""
+    """Ranks and alphas of the layers that get an adapter, by their names."""
 
     rank: Mapping[str, int]
     alpha: Mapping[str, float]
@@ -79,7 +79,7 @@ def _lora(section: AdapterSection, ranks: LayerRanks, *, dora: bool = False) -> 
     """LoRA: Hu et al. 2022, section 4.1. DoRA: Liu et al. 2024, equation 5."""
     return library().LoraConfig(
         target_modules=_names(ranks),
-        lora_alpha=section.rank if section.alpha is None else section.alpha,  # type: ignore[arg-type]
+        lora_alpha=section.rank if section.alpha is None else section.alpha,
         lora_dropout=section.dropout,
         use_rslora=section.use_rslora,
         use_dora=dora,
@@ -92,7 +92,7 @@ def _lokr(section: AdapterSection, ranks: LayerRanks) -> Any:
     """LoKr: Yeh et al. 2024 (LyCORIS), section 3.2."""
     return library().LoKrConfig(
         target_modules=_names(ranks),
-        alpha=section.rank if section.alpha is None else section.alpha,  # type: ignore[arg-type]
+        alpha=section.rank if section.alpha is None else section.alpha,
         module_dropout=section.dropout,
         decompose_factor=section.decompose_factor,
         init_weights=False,
@@ -130,4 +130,11 @@ KINDS: Mapping[str, AdapterKind] = {
     "ia3": AdapterKind("(IA)3", _ia3, ones=r"\.ia3_l\."),
 }
 assert tuple(KINDS) == ADAPTERS
+
+
+def kind_of(section: AdapterSection) -> AdapterKind:
+    """Return the kind that a section trains; LoRA where it trains none, for what only looks at layers."""
+    return KINDS[section.type or "lora"]
+
+
 FACTORED = ("lora",)  # plain products of two factors: what every other program reads

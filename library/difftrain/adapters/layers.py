@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from difftrain.adapters.kinds import KINDS, AdapterKind, LayerRanks, library
+from difftrain.adapters.kinds import AdapterKind, LayerRanks, kind_of, library
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Fault
 from difftrain.diffusion.draws import key_of, normal
@@ -68,8 +68,8 @@ def chosen_layers(
 
     default: words of the family's layers, inside its lists of blocks. unread: weights that no loss reaches.
     """
-    kind, chosen = KINDS[section.type or "lora"], []
-    for name in _layers(net, kind):
+    chosen = []
+    for name in _layers(net, kind_of(section)):
         inside = not blocks or any(name.startswith(f"{block}.") for block in blocks)
         wanted = matches(name, section.target_modules) if section.target_modules else inside and matches(name, default)
         if wanted and not matches(name, section.exclude_modules) and f"{name}.weight" not in unread:
@@ -98,7 +98,10 @@ def target_faults(
     net: nn.Module, section: AdapterSection, layers: Sequence[str], part: str, others: Sequence[str] = ()
 ) -> list[Fault]:
     """Find words that mean no layer, and ranks that a layer has not. net: without weights; others: layers of other parts."""
-    kind, known, problems = KINDS[section.type or "lora"], _layers(net, KINDS[section.type or "lora"]), []
+    kind, problems = kind_of(section), list[Fault]()
+    known = _layers(net, kind)
+
+    # --- words that mean no layer
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         among = [*(known if field.endswith("modules") else layers), *others]
         for word in getattr(section, field):
@@ -109,6 +112,7 @@ def target_faults(
     if not layers and not problems:
         what = f"no layer of the {part} is left"
         problems.append(Fault(option("adapter.exclude_modules"), what, "leave some layers in"))
+
     # --- ranks that a layer has not
     modules = dict(net.named_modules())
     for name, rank in ranks_of(section, layers).rank.items():
@@ -140,7 +144,7 @@ def put_in(net: nn.Module, section: AdapterSection, layers: Sequence[str], *, au
 
     autocast: the step chooses the dtype of every layer itself.
     """
-    kind = KINDS[section.type or "lora"]
+    kind = kind_of(section)
     if not layers:
         return
     grads = {name: param.requires_grad for name, param in net.named_parameters()}
@@ -159,7 +163,7 @@ def initial_values(net: nn.Module, section: AdapterSection, part: str, seed: int
 
     What is drawn has the variance 1 / (3 fan_in), that of torch's default for linear layers.
     """
-    kind = KINDS[section.type or "lora"]
+    kind = kind_of(section)
     for name, param in list(net.named_parameters()):
         if not is_adapter(name):
             continue

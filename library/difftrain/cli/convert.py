@@ -25,6 +25,7 @@ from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
+from difftrain.models.row import CLIP_TARGETS
 from difftrain.report.progress import SIGNS
 
 if TYPE_CHECKING:
@@ -276,9 +277,6 @@ def _extract(parsed: Parsed) -> Path:
         file=sys.stderr,
     )
     return path
-
-
-CLIP_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 
 def _help() -> str:

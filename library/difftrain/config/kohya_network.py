@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.config.paths import expanded
+from difftrain.models.row import CLIP_TARGETS, UNET_TARGETS
 
 if TYPE_CHECKING:
     from difftrain.config.resolve import Resolution
@@ -38,8 +39,6 @@ _ATTENTION = {
     13: r"up_blocks\.0\.attentions\.0", 14: r"up_blocks\.0\.attentions\.1", 15: r"up_blocks\.0\.attentions\.2",
     16: r"up_blocks\.1\.attentions\.0", 17: r"up_blocks\.1\.attentions\.1", 18: r"up_blocks\.1\.attentions\.2",
 }  # fmt: skip
-_ATTENTION_WORDS = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
-_TEXT_WORDS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 _NARROW_CONVOLUTIONS = (r".*\.resnets\.\d+\.(conv_shortcut|time_emb_proj)",)  # linear, as kohya counts them
 _CONVOLUTIONS = (r".*\.resnets\.\d+\.conv[12]", r".*\.(down|up)samplers\.0\.conv")
 
@@ -149,8 +148,8 @@ def _ranks(out: Resolution, flags: Mapping[str, Any], words: dict[str, str]) -> 
         if not conv.isdigit() or int(conv) < 1 or not _is_number(own):
             out.fault("?adapter.args", f"conv_dim={conv} conv_alpha={own}: a rank and a number")
             return
-        text = _TEXT_WORDS if out.values.get("model.train_text_encoder") else ()
-        targets = [*_ATTENTION_WORDS, *text, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS]
+        text = CLIP_TARGETS if out.values.get("model.train_text_encoder") else ()
+        targets = [*UNET_TARGETS, *text, *_NARROW_CONVOLUTIONS, *_CONVOLUTIONS]
         out.set("adapter.target_modules", targets, "?adapter.args")
         patterns |= dict.fromkeys(_CONVOLUTIONS, int(conv))
         alphas |= dict.fromkeys(_CONVOLUTIONS, float(own))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from difftrain.adapters import ADAPTER, FACTORED, KINDS, adapted_layers, is_adapter, ranks_of
+from difftrain.adapters import ADAPTER, FACTORED, adapted_layers, is_adapter, kind_of, ranks_of
 from difftrain.config.paths import expanded
 from difftrain.config.rules.adapter import scaled
 from difftrain.config.schema.families import row_of
@@ -173,7 +173,7 @@ def _write_peft(
     with safetensors_writer(folder / PEFT_FILE, shapes, {"format": "pt", **metadata}) as writer:
         for name, value in named.items():
             writer.write(name, value)
-    config: dict[str, Any] = KINDS[section.type or ""].config(section, ranks_of(section, layers)).to_dict()
+    config: dict[str, Any] = kind_of(section).config(section, ranks_of(section, layers)).to_dict()
     config["inference_mode"] = True  # target_modules is one expression of whole names: entries of a list mean ends, too
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     (folder / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
@@ -184,7 +184,7 @@ def adapter_notes(family: BaseFamily, root: DenoiserRoot) -> list[str]:
     section, notes = family.cfg.adapter, list[str]()
     if section.type is None:
         return notes
-    title = KINDS[section.type or "lora"].title
+    title = kind_of(section).title
     for part in family.in_root:
         module = root.get_submodule(part)
         if layers := adapted_layers(module):

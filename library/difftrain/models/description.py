@@ -31,7 +31,7 @@ from difftrain.models.build import possible
 from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES
-from difftrain.models.row import FamilyRow
+from difftrain.models.row import CLIP_TARGETS, FamilyRow
 from difftrain.models.text.encode import features_of
 from difftrain.models.text.see import IMAGE, Sight, processor_of
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
     from difftrain.models.weights.source import WeightSource
 
-TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")  # of CLIP, as kohya's scripts
 # (part, dtype) -> the file that an export of this run wrote, and what it was then
 Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
 
@@ -363,7 +362,7 @@ class Description:
             return []
         if part != self.denoiser:
             text = next(text for text in self.texts if text.part == part)
-            return chosen_layers(net, section, TEXT_TARGETS, (), unread_text(text, net))
+            return chosen_layers(net, section, CLIP_TARGETS, (), unread_text(text, net))
         return chosen_layers(net, section, self.lora.targets, self.blocks, self.unread_weights(net))
 
     def unread_weights(self, net: nn.Module) -> list[str]:

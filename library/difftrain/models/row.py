@@ -86,6 +86,9 @@ UNET_FIELDS = (
     "loss.scale_v_pred_like_noise_pred", "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule", "loss.huber_scale",
     "optimizer.learning_rate_te1", "optimizer.text_encoder_lr", "optimizer.unet_lr", "captions.weighted",
 )  # fmt: skip
+# layers that get an adapter, as kohya's scripts choose them: of a UNet's transformers, of CLIP
+UNET_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
+CLIP_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 ONE_ENCODER = {
     "optimizer.learning_rate_te2": "the model has one text encoder",
     "optimizer.block_lr": "is for the 23 blocks of SDXL's UNet",

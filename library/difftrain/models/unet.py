@@ -17,6 +17,7 @@ from difftrain.models import flops, passes
 from difftrain.models.facts import Agree, Lora, Sizes, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.objective.ddpm import DdpmObjective
+from difftrain.models.row import UNET_TARGETS
 from difftrain.models.stages import Owners
 from difftrain.models.text.clip_tokens import CHUNK, ClipTokenize, chunks_of
 from difftrain.models.weights import keys
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from difftrain.models.weights.keys import Rule
 
 
-# layers that get an adapter, as kohya's scripts choose them
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
 UNET_PREFIX, VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
 # tables and marks that trainers and mergers leave beside the weights
 IGNORED = (
@@ -54,7 +53,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
     own_skip: the clip skip that the family was trained with. native: the latent side of a UNet whose sizes say none.
     """
 
-    lora = Lora(ATTENTION, kohya="diffusers")
+    lora = Lora(UNET_TARGETS, kohya="diffusers")
     own_skip: ClassVar[int]
     native: ClassVar[int] = 64
     vae_scales = None

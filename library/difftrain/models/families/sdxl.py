@@ -16,7 +16,8 @@ import torch
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Group, Parts
 from difftrain.models.facts import Agree, Lora, OneFile, Text
-from difftrain.models.unet import ATTENTION, IGNORED, LATENT_CHANNELS, NEEDED, UNET_PREFIX, VAE_PREFIX, UNetFamily
+from difftrain.models.row import UNET_TARGETS
+from difftrain.models.unet import IGNORED, LATENT_CHANNELS, NEEDED, UNET_PREFIX, VAE_PREFIX, UNetFamily
 from difftrain.models.weights import keys
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SDXLFamily(UNetFamily):
     name = "sdxl"
     modelspec = "stable-diffusion-xl-v1-base"
     kohya_name = "sdxl_base_v1-0"
-    lora = Lora(ATTENTION, kohya="original")  # kohya's SDXL is Stability's own UNet
+    lora = Lora(UNET_TARGETS, kohya="original")  # kohya's SDXL is Stability's own UNet
     own_skip = CLIP_SKIP
     native = 128
     folders = MappingProxyType({"text_encoder_1": "text_encoder"})
