@@ -70,9 +70,15 @@ def apply(out: Resolution) -> None:
     elif caches_text and not flags.get("?adapter.unet_only"):
         out.note(MODULE, "the UNet alone gets adapters: what text encoders make is cached")
 
-    # --- ranks
+    # --- ranks, and rates of second factors
     if kind != "ia3":
         _ranks(out, flags, words)
+    for name in _RATIOS if module != "lycoris.kohya" else ():
+        if (text := words.pop(name, None)) is not None:
+            if _is_number(text) and float(text) > 0:
+                out.set(f"adapter.{name}", float(text), "?adapter.args")
+            else:
+                out.fault("?adapter.args", f"{name}={text} is no number above 0", f"{name}=16")
     for word in words:
         out.fault("?adapter.args", f"{word} is not known here", f"known are {', '.join(sorted(_KNOWN))}")
 
@@ -86,7 +92,8 @@ def apply(out: Resolution) -> None:
         out.set("adapter.fuse_adapters", words_of, "?adapter.base")
 
 
-_KNOWN = ("algo", "conv_dim", "conv_alpha", "block_dims", "block_alphas", "preset")
+_RATIOS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")
+_KNOWN = ("algo", "conv_dim", "conv_alpha", "block_dims", "block_alphas", "preset", *_RATIOS)
 
 
 def _arguments(out: Resolution, words: Any) -> dict[str, str]:

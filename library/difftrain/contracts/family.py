@@ -127,6 +127,13 @@ METRIC = "metric/"
 Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
 
 
+class TrainedWeights(Protocol):
+    """The exact values of trained weights, by their names in root, as an engine keeps them."""
+
+    def value(self, name: str) -> Tensor: ...
+    def put(self, name: str, value: Tensor) -> None: ...
+
+
 @dataclass
 class Parts:
     """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest.
@@ -156,6 +163,9 @@ class Parts:
     base_fingerprints: dict[str, str] = field(
         default_factory=dict
     )  # part of root that base is of -> fingerprint of its weights
+    constrain: Callable[[TrainedWeights], dict[str, Tensor]] | None = (
+        None  # brings trained weights back within their bounds after an update; returns what it measured
+    )
     load_root: Callable[[], None] | None = None  # reads root's weights, which has none until then; done once
 
     def fill_root(self) -> None:

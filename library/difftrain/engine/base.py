@@ -210,7 +210,8 @@ class BaseEngine:
         done = self._update.finish(lambda: means()[TOTAL])
         self.schedule.step()  # a function of the position alone, so also after a skipped update
         self.position += 1
-        return Stats(means(), done.grad_norm, done.skipped, lrs, adapted_lr)
+        measured = {} if self.parts.constrain is None else self.parts.constrain(self._master_weights)
+        return Stats({**means(), **measured}, done.grad_norm, done.skipped, lrs, adapted_lr)
 
     def _accumulate(
         self, micro: list[Batch], counts: dict[str, float], sums: list[Tensor], total: Callable[[], Tensor]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.adapters import adapted_layers, initial_values, inside_name
+from difftrain.adapters import NormBound, adapted_layers, by_factor, initial_values, inside_name
+from difftrain.config.schema.rates import second_factor_ratio
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
@@ -111,7 +112,10 @@ class ModelFamily(BaseFamily):
         return [block for _, block in self.units(parts)]
 
     def param_groups(self, root: nn.Module) -> list[Group]:
-        """Group what is trained, part by part, under the names that root gives it; what is no part's goes with the first."""
+        """Group what is trained, part by part, under the names that root gives it; what is no part's goes with the first.
+
+        Second factors of an adapter that learn faster are a group of their own.
+        """
         groups = {part: Group(part, [], rate) for part, rate in self.rates.items()}
         for name, param in root.named_parameters():
             if param.requires_grad:
@@ -119,7 +123,7 @@ class ModelFamily(BaseFamily):
                 groups.get(part, groups.get(self.denoiser, next(iter(groups.values())))).named_params.append(
                     (name, param)
                 )
-        return list(groups.values())
+        return [cut for part, group in groups.items() for cut in by_factor(group, second_factor_ratio(self.cfg, part))]
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count forward and backward of one sample (see flops.py)."""
@@ -371,6 +375,9 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
         kept = {name.partition(".")[0] for name in parts.base}
         parts.base_fingerprints = {part: source.fingerprint(part) for part in inside if part in kept}
         parts.base_fingerprints |= fused_fingerprints(cfg)
+
+    if cfg.adapter.type and cfg.adapter.scale_weight_norms:
+        parts.constrain = NormBound(root, cfg.adapter.scale_weight_norms)
 
     # --- what else is to be known
     parts.config = family.architecture()

@@ -23,6 +23,10 @@ _ONLY = {
     "rank_pattern": ("lora", "dora", "lokr"),
     "alpha_pattern": ("lora", "dora", "lokr"),
     "decompose_factor": ("lokr",),
+    "scale_weight_norms": ("lora",),
+    "loraplus_lr_ratio": ("lora", "dora"),
+    "loraplus_unet_lr_ratio": ("lora", "dora"),
+    "loraplus_text_encoder_lr_ratio": ("lora", "dora"),
     "init_from_existing": ("lora",),
 }
 
@@ -66,6 +70,12 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if cfg.training.engine == "accelerate":
         what = f"cannot be used with {option('training.engine')}=accelerate, whose checkpoints have the model in them"
         yield Finding((_TYPE, "training.engine"), what, f"{option('training.engine')}=native or fsdp")
+    if section.scale_weight_norms and (cfg.training.engine == "fsdp" or cfg.training.pipeline_stages > 1):
+        what = "looks at whole factors, and ranks of this engine have parts of the weights"
+        yield Finding(("adapter.scale_weight_norms", "training.engine"), what, "one process, or DDP")
+    if section.loraplus_text_encoder_lr_ratio and not cfg.model.train_text_encoder:
+        what = "has no effect: text encoders get no adapter"
+        yield Finding(("adapter.loraplus_text_encoder_lr_ratio",), what, note=True)
     for field in ("model.fp8_frozen", "model.base_dtype"):
         if section.type == "dora" and value_of(cfg, field):
             what = f"needs the lengths of weights, which are held as {field.partition('.')[2]} says"

@@ -36,6 +36,20 @@ class AdapterSection(Section):
     decompose_factor: Annotated[int, Field(ge=-1)] = Field(
         -1, description="of lokr: size of the left factor; -1: as near to a square as it goes"
     )
+    scale_weight_norms: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="largest norm of what LoRA adds to a layer: after every update both factors of a larger one are scaled down",
+    )
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="the second factor of a product learns at this many times the rate of the first (LoRA+, Hayou et al. 2024)",
+    )
+    loraplus_unet_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same in the denoiser alone; wins there"
+    )
+    loraplus_text_encoder_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same in text encoders alone; wins there"
+    )
     init_from_existing: str | None = Field(
         None, description="adapter to go on from, in any layout that is read: of the same layers and ranks"
     )

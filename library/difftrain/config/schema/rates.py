@@ -43,7 +43,17 @@ def group_rates(cfg: TrainConfig) -> set[float]:
     blocks = {rate for rate in cfg.optimizer.block_lr if rate > 0} if "unet" in rates else set()
     if blocks:
         del rates["unet"]
-    return blocks | set(rates.values())
+    return blocks | set(rates.values()) | {rate * second_factor_ratio(cfg, part) for part, rate in rates.items()}
+
+
+def second_factor_ratio(cfg: TrainConfig, part: str) -> float:
+    """Return the rate of the second factors of a part's adapter over that of the first (LoRA+); 1 without an adapter."""
+    section = cfg.adapter
+    if section.type is None:
+        return 1.0
+    text = part.startswith("text_encoder")
+    own = section.loraplus_text_encoder_lr_ratio if text else section.loraplus_unet_lr_ratio
+    return own or section.loraplus_lr_ratio or 1.0
 
 
 def argument(words: Iterable[str], name: str, default: Any) -> Any:

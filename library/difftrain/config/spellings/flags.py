@@ -326,11 +326,12 @@ OURS: tuple[Row, ...] = (
     near("network_dropout", "float", "adapter.dropout",
         "of an adapter's inputs, as in peft; in kohya's scripts of what comes out of its first factor"),
     Row("network_args", "strs", "?adapter.args",
-        "conv_dim=N conv_alpha=X: convolutions get one too; block_dims=N,... block_alphas=X,...: of each of the 23 blocks; algo=NAME"),
+        "conv_dim=N conv_alpha=X: convolutions get one too; block_dims=N,... block_alphas=X,...: of each of the 23 blocks;"
+        " loraplus_lr_ratio=X, loraplus_unet_lr_ratio=X, loraplus_text_encoder_lr_ratio=X: LoRA+; algo=NAME"),
     Row("network_train_unet_only", "switch", "?adapter.unet_only", "text encoders get no adapter"),
     Row("network_train_text_encoder_only", "switch", "?adapter.text_only", "the UNet gets none"),
     Row("dim_from_weights", "switch", "?adapter.from_weights", "rank and alpha are those of {adapter.init_from_existing}"),
-    later("scale_weight_norms", "float", "bounds on the norm of an adapter's products"),
+    Row("scale_weight_norms", "float", "adapter.scale_weight_norms"),
     Row("base_weights", "strs", "?adapter.base", "adapters that are added to the model's weights before training"),
     Row("base_weights_multiplier", "strs", "?adapter.base_scales", "their scales (1.0)"),
 )
