@@ -10,7 +10,7 @@ from families import config, made
 from parsed import parsed
 
 from difftrain.config.reads import LATER, recorded
-from difftrain.config.schema.rates import part_rates
+from difftrain.config.schema.rates import part_rates, second_factor_ratio
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import fields
 from difftrain.models.metadata import described
@@ -42,6 +42,9 @@ def read_by_name() -> set[str]:
         described(cfg, "title", 0.0, {})
     with recorded() as reads:
         part_rates(cfg)
+        adapted = TrainConfig.model_validate({"adapter": {"type": "lora"}})
+        for part in ("unet", "text_encoder_1"):
+            second_factor_ratio(adapted, part)
         for name in TRAINED:
             family = made(config(name))
             parts_elsewhere(family.cfg, family)
