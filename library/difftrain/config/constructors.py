@@ -155,6 +155,9 @@ _CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Prodigy": ("prodigyopt.Prodigy", ()),
     "Adafactor": ("transformers.optimization.Adafactor", ()),
     "Muon": ("difftrain.optim.muon.Muon", ("fused",)),
+    "GenericOptim": ("difftrain.optim.generic.GenericOptim", ()),
+    "Automagic": ("difftrain.optim.automagic.Automagic", ()),
+    "AdamW8bitKahan": ("difftrain.optim.adamw_8bit_kahan.AdamW8bitKahan", ()),
 }
 Taken = Mapping[str, Any] | None  # names with their defaults; None: that cannot be told from here
 Wrong = tuple[str, str]  # what is wrong, and what would be right

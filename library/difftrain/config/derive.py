@@ -13,7 +13,7 @@ from difftrain.config.layers import Layer, judged, keys_of
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.resolve import Door, Resolution
 from difftrain.config.schema.families import encoder_fields
-from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
+from difftrain.config.schema.names import KAHAN, OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.schema.validate import default_of
 from difftrain.config.spellings.key_meanings import ENCODER
 from difftrain.config.spellings.keys import home_of
@@ -148,6 +148,8 @@ def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
         out.set("training.master_weights", "none", "?masters")
         out.note("?masters", f"false: weights, gradients and optimizer state in {mixed}, 8 B a parameter with AdamW in place of "
                  "16; updates below half a unit in the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
+    if masters is None and mixed == "bf16" and out.values.get("training.master_weights") in ("kahan", "stochastic"):
+        out.set("training.full_precision", mixed, "training.master_weights")  # both are ways of keeping bf16 weights
     storage = out.pop("?held")
     frozen = out.values.get("optimizer.unet_lr") == 0
     holds = out.values.get("model.train_only") or out.values.get("adapter.type")
@@ -166,6 +168,10 @@ def _optimizer(out: Resolution, layers: Sequence[Layer]) -> None:
     """Names of other trainers' optimizers, and arguments of the constructor."""
     path = "optimizer.type"
     name = str(out.values.get(path, "")).lower()
+    half = out.values.get("training.mixed_precision") == "bf16" and out.values.get("training.full_precision") is None
+    if name == KAHAN[0].lower() and half:
+        out.note(path, "trained weights are fp32, which need no summation of Kahan's; [training] master_weights = 'kahan' keeps them "
+                 "in bf16 with it")  # fmt: skip
     if name in OPTIMIZERS_LATER:
         out.fault(path, f"{out.values[path]} is not built yet", OPTIMIZERS_LATER[name])
         out.values.pop(path)

@@ -4,7 +4,7 @@ The way of an optimizer:
  1. registry.py     a literal line each; faults of its configuration before a device is touched
  2. arguments.py    key=value of the user, checked against what the class takes
  3. builders.py     kohya's names and defaults for optimizers of torch and of packages; making.py what builders share
- 4. muon.py, schedule_free.py   those that are built here
+ 4. muon.py, generic.py, automagic.py, adamw_8bit_kahan.py, schedule_free.py   those that are built here
  5. schedule.py     the learning rate of every update
  6. state.py        the state of both by parameter name, as checkpoints have it
 """

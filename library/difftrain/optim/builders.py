@@ -200,7 +200,12 @@ def make_eight_bit(order: OptimizerOrder) -> Optimizer:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels of 4-bit inference
     with package_of(order.name):
         from bitsandbytes import optim
-    if order.name == "SGDNesterov8bit":
+
+        if order.name == "AdamW8bitKahan":
+            from difftrain.optim.adamw_8bit_kahan import AdamW8bitKahan
+    if order.name == "AdamW8bitKahan":
+        made = construct(order, AdamW8bitKahan)
+    elif order.name == "SGDNesterov8bit":
         made = construct(order, optim.SGD8bit, {"momentum": MOMENTUM}, nesterov=True)
     else:
         made = construct(order, getattr(optim, order.name))

@@ -42,14 +42,14 @@ def is_matrix(name: str, weight: Tensor) -> bool:
 
 def make(order: OptimizerOrder) -> Optimizer:
     """Make it, each group cut in two. Raises ConfigFault where there is no matrix, or arguments are out of range."""
-    tables = [table for group in order.groups for table in _cut(group)]
+    tables = [table for group in order.groups for table in cut_matrices(group)]
     if order.trial and not any(table["matrix"] for table in tables):
         what = f"{order.name} is for matrices inside blocks, and no trained parameter is one"
         raise ConfigFault([Fault(option(TYPE), what, f"{option('optimizer.type')}=AdamW")])
     return construct(OptimizerOrder(order.name, tables, order.lr, order.arguments), Muon, fused=order.fused_ok)
 
 
-def _cut(group: Group) -> Iterator[dict[str, Any]]:
+def cut_matrices(group: Group) -> Iterator[dict[str, Any]]:
     """Yield the matrices of a group, then its other weights, where there are some."""
     matrices = group.matrices
     of: dict[bool, list[Tensor]] = {True: [], False: []}

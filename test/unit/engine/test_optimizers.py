@@ -35,6 +35,11 @@ CASES = [
     {"type": "Adafactor", "args": ("relative_step=False", "scale_parameter=False")},
     {"type": "Adafactor", "args": ("warmup_init=True", "beta1=.9")},
     {"type": "Prodigy", **ADAPTIVE, "args": ("slice_p=7", "d0=1e-3")},
+    {"type": "GenericOptim", "args": ("momentum_type='sm'", "rank=8", "update_proj_gap=2", "state_bits=8")},
+    {"type": "GenericOptim", "args": ("second_moment_type='sn'", "subset_size=-1", "muon=True", "state_bits=8")},
+    {"type": "GenericOptim", "args": ("second_moment_type='factored'", "betas=(0, 0.99)")},
+    {"type": "Automagic", "learning_rate": 1e-4, "scheduler": "cosine", "warmup_steps": 2},
+    {"type": "AdamW8bitKahan", "args": ("stabilize=False",)},
     {"type": "AdamW", "schedulefree_wrapper": True},
     {"type": "AdamW8bit", "schedulefree_wrapper": True},
     {"type": "Prodigy", "schedulefree_wrapper": True, **ADAPTIVE},
@@ -118,6 +123,20 @@ def test_state_keeps_its_own_width_where_weights_are_halves(tmp_path: Path) -> N
         torch.float32
     }
     assert run(resumed, 3, 6) == losses[3:] and equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.flags("master_weights")
+@pytest.mark.parametrize("kept", ["stochastic", "kahan"])
+def test_prodigy_resumes_over_weights_of_bf16(kept: str, tmp_path: Path) -> None:
+    """Also where nothing is kept beside them, and updates round by chance."""
+    cfg = config({**HALF, "master_weights": kept}, type="Prodigy", **ADAPTIVE)
+    straight, resumed = built(cfg), built(cfg)
+    losses = run(straight, 0, 3)
+    saved(straight, tmp_path)
+    losses += run(straight, 3, 6)
+    resumed.restore(tmp_path)
+    assert run(resumed, 3, 6) == losses[3:] and equal(weights(resumed), weights(straight))
+    assert len(set(losses)) == 6 and all(value.dtype == torch.bfloat16 for value in weights(straight).values())
 
 
 def test_the_state_of_one_base_is_not_taken_for_anothers(tmp_path: Path) -> None:

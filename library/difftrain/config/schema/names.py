@@ -19,7 +19,8 @@ ADAPTIVE = (*D_ADAPTATION, "Prodigy")  # they estimate the rate: --learning_rate
 FIRST_RATE = ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptAdanIP")  # of these, those that look at the first group's rate only
 SCHEDULE_FREE = ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")
 ASCEND = ("NpuFusedAdamW",)
-OURS = ("Muon",)  # with AdamW for parameters that are not matrices; kohya's scripts have all others
+KAHAN = ("AdamW8bitKahan",)
+OURS = ("Muon", "GenericOptim", "Automagic", *KAHAN)  # kohya's scripts have all others
 OPTIMIZERS = (
     "AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE, *ASCEND, *OURS,
 )  # fmt: skip
@@ -29,15 +30,14 @@ TORCH_OPTIMIZERS = (
 )  # fmt: skip
 # of other trainers: known and not built yet -> what to take; and those that mean one of ours -> it, and why
 OPTIMIZERS_LATER = {
-    "adamw8bitkahan": "AdamW8bit, whose weights are fp32 masters here, or AdamW with master_weights = 'kahan'",
-    "stableadamw": "AdamW", "automagic": "Prodigy", "genericoptim": "Muon", "came": "Adafactor", "offload": "AdamW8bit",
+    "stableadamw": "AdamW", "came": "Adafactor", "offload": "AdamW8bit",
 }  # fmt: skip
 OPTIMIZERS_NEAR = {
     "adamw_optimi": ("AdamW", "on fp32 weights, which need no summation of Kahan's (master_weights = 'kahan' has that)"),
 }  # fmt: skip
 # optimizer -> (module, what pip calls it)
 PACKAGES = (
-    {name: ("bitsandbytes", "bitsandbytes") for name in EIGHT_BIT}
+    {name: ("bitsandbytes", "bitsandbytes") for name in (*EIGHT_BIT, *KAHAN)}
     | {name: ("dadaptation", "dadaptation") for name in D_ADAPTATION}
     | {name: ("schedulefree", "schedulefree") for name in SCHEDULE_FREE}
     | {"Lion": ("lion_pytorch", "lion-pytorch"), "Prodigy": ("prodigyopt", "prodigyopt")}
