@@ -6,13 +6,14 @@ be read. A family adds its facts and what its UNet is told beside x_t and t.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, Bucket, Carry, Fault, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, Carry, Fault, Group, Inputs, Parts
 from difftrain.models import flops, passes
 from difftrain.models.facts import Agree, Lora, Sizes, Text
 from difftrain.models.family import ModelFamily
@@ -321,3 +322,72 @@ class UNetChain:
         """Turn what left the last block into noise or velocity."""
         unet = self._root.denoiser
         return (unet.conv_out(unet.conv_act(unet.conv_norm_out(carry[_SAMPLE]))),)
+
+
+# --- The UNet's blocks as kohya's --block_lr counts them, by the names of the original layout
+# Of n input and n output blocks (9 in SDXL): 0 is the time and label embeddings, 1 to n the input blocks, then the three
+# parts of the middle block, the n output blocks, and last the way out.
+
+
+_MIDDLE = 3
+
+
+def num_blocks(unet: Any) -> int:
+    """Count the blocks: 23 in SDXL."""
+    return 2 * _inputs(unet) + _MIDDLE + 2
+
+
+def _inputs(unet: Any) -> int:
+    return len(unet.config.block_out_channels) * (unet.config.layers_per_block + 1)
+
+
+def block_of(unet: Any) -> Mapping[str, int]:
+    """Map every tensor of the UNet, by its name in the module, to its block."""
+    number = _inputs(unet)
+    starts = {"input_blocks": 1, "middle_block": 1 + number, "output_blocks": 1 + number + _MIDDLE}
+    blocks, rule = {}, keys.unet_rule(unet)
+    for name in unet.state_dict():
+        key = rule(name).key
+        numbered = re.match(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.", key)
+        if numbered:
+            blocks[name] = starts[numbered[1]] + int(numbered[2])
+        else:
+            blocks[name] = 0 if key.startswith(("time_embed.", "label_emb.")) else num_blocks(unet) - 1
+    return blocks
+
+
+def block_faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
+    """Say where there is not one rate for each block of this UNet."""
+    if not rates or len(rates) == num_blocks(unet):
+        return []
+    n = _inputs(unet)
+    remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the output"
+    return [
+        Fault(
+            option("optimizer.block_lr"),
+            f"has {len(rates)} values, this UNet has {num_blocks(unet)} blocks",
+            remedy,
+        )
+    ]
+
+
+def block_groups(unet: Any, named: list[tuple[str, Any]], rates: tuple[float, ...]) -> list[Group]:
+    """Group what is trained by block, named as in kohya's logs. named: parameters under root's names."""
+    blocks = block_of(unet)
+    groups = {block: Group(f"block{block}", [], rate) for block, rate in enumerate(rates) if rate > 0}
+    for name, parameter in named:
+        groups[blocks[name.removeprefix("unet.")]].named_params.append((name, parameter))
+    return list(groups.values())
+
+
+def freeze_blocks(unet: Any, rates: tuple[float, ...]) -> list[str]:
+    """Freeze the blocks whose rate is 0; return a sentence that names them, or nothing."""
+    frozen = [block for block, rate in enumerate(rates) if rate == 0]
+    for name, block in block_of(unet).items() if frozen else ():
+        if block in frozen:
+            unet.get_parameter(name).requires_grad_(False)
+    return (
+        [f"UNet blocks {', '.join(map(str, frozen))} are frozen: {option('optimizer.block_lr')} is 0 there"]
+        if frozen
+        else []
+    )

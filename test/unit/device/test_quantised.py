@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from difftrain.device import quantised
-from difftrain.models.families import sdxl
+from difftrain.models import unet as unets
 from difftrain.models.placeholder import fill
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,11 +265,11 @@ def test_frozen_encoders_are_held_in_8_bits_and_the_vae_is_not(wide):
 @pytest.mark.parametrize("which", ["all", "unet"])
 def test_frozen_blocks_of_the_unet_are_held_in_8_bits(which):
     unet = loaded(config())[1].root.unet
-    count = sdxl.num_blocks(unet)
+    count = unets.num_blocks(unet)
     frozen = [block for block in range(count) if block % 3]
     rates = [0.0 if block in frozen else 1e-4 for block in range(count)]
     _, parts = loaded(config({"optimizer": {"block_lr": rates}}, fp8_frozen=which))
-    places = sdxl.block_of(parts.root.unet)
+    places = unets.block_of(parts.root.unet)
     found = {places[name] for name in quantised.stored_names(parts.root.unet) if name.endswith("weight")}
     assert found <= set(frozen) and len(found) > count / 3
     assert not any(p.requires_grad for n, p in parts.root.unet.named_parameters() if p.dtype == torch.uint8)

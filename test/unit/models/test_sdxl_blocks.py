@@ -13,7 +13,8 @@ from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
-from difftrain.models.families.sdxl import SDXLFamily, block_of, num_blocks
+from difftrain.models.families.sdxl import SDXLFamily
+from difftrain.models.unet import block_of, num_blocks
 from difftrain.optim import make_optimizer, make_schedule
 
 TINY = 17  # 3 levels of one layer: 6 input, 3 middle and 6 output blocks

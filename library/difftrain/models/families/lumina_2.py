@@ -1,30 +1,23 @@
 """Lumina Image 2.0 (Alpha-VLLM 2025, arXiv:2503.21758): text and image refined apart, then one stream of both.
 
-Texts are of many lengths: image tokens follow the last token of a caption, and padding stands behind them, where nobody
-looks at it. So a sequence is as long as text and image together at any caption, and the host never waits for a length.
+A text token stands at its number on the first axis of positions; all of the image at the caption's end, in rows and columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from difftrain.device.rotary import tables_of_pairs
-from difftrain.models import passes
-from difftrain.models.facts import Agree, Bound, Lora, Shift, Sizes, Text
-from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, laid
-from difftrain.models.weights.infer import count
+from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text
+from difftrain.models.one_stream import OneStreamFamily
+from difftrain.models.passes import Tokens, grid, laid, pack_channels_last, unpack_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from difftrain.config import TrainConfig
 
 # before a caption; neither a negative prompt nor a caption that was dropped has it
 TEMPLATE = (
@@ -38,7 +31,7 @@ def _head(s: Sizes) -> int:
     return int(s["transformer"]["hidden_size"] // s["transformer"]["num_attention_heads"])
 
 
-class Lumina2(ModelFamily):
+class Lumina2(OneStreamFamily):
     """The facts of a Lumina Image 2.0 model. Loading, caching, noising, loss, export, FLOPs and sampling follow from them."""
 
     name = "lumina_2"
@@ -46,12 +39,7 @@ class Lumina2(ModelFamily):
     texts = (
         Text("text_encoder", "tokenizer", "llm", _LENGTH, hidden=-2, template=TEMPLATE, bare="{}", masked=True, passes_mask=True),
     )  # fmt: skip
-    blocks = ("context_refiner", "noise_refiner", "layers")
     shift = Shift(6.0)
-    zero = r"\.norm1\.linear\.|^norm_out\."
-    leaving = r"norm_out\b"
-    vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
-    lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "linear_1", "linear_2", "linear_3"))
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.cap_feat_dim", lambda s: s["text_encoder"]["hidden_size"], "text_encoder's hidden_size"),
@@ -68,55 +56,28 @@ class Lumina2(ModelFamily):
         ),
     )  # fmt: skip
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._tables: dict[Any, list[Tensor]] = {}
-        self._cells: dict[Any, Tensor] = {}
-
     # ------------------------------------------------------------------ the pass
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""
         temb, text = net.time_caption_embed(x_t, 1.0 - t / 1000.0, conditions["tokens"])
         size = (x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
-        image = net.x_embedder(passes.pack_channels_last(x_t, self.patch))
-        mask = conditions.get("mask")
-        mask = text.new_ones(text.shape[:2], dtype=torch.bool) if mask is None else mask
-        return Tokens(image, text, temb, size, more=self._places(net, mask, size))
+        image = net.x_embedder(pack_channels_last(x_t, self.patch))
+        return Tokens(image, text, temb, size, more=self._places(net, self.caption_mask(text, conditions), size))
 
     def _places(self, net: Any, mask: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
-        """Lay out each sample's sequence: its caption, its image, and padding. Shapes: mask (B, L).
+        """Lay out captions and images, and say what refines them. Shapes: mask (B, L)."""
+        lengths = (mask.shape[1], size[0] * size[1])
 
-        order, back: (B, S) which token of text and image stands at a slot, and where it went; seen: (B, S); rotary
-        tables of the sequence, of text and of image alone, cosines and sines, (2, B, ., D).
-        """
-        length, patches = mask.shape[1], size[0] * size[1]
-        ends = mask.sum(dim=1, keepdim=True)
-        slot = torch.arange(length + patches, device=mask.device).expand(len(mask), -1)
-        is_text, is_padding = slot < ends, slot >= ends + patches
-        order = torch.where(is_text, slot, torch.where(is_padding, slot - patches, slot - ends + length))
-        back = torch.where(slot < ends, slot, torch.where(slot < length, slot + patches, slot - length + ends))
+        def cells() -> Tensor:
+            return torch.cat((F.pad(torch.arange(lengths[0]).unsqueeze(-1), (0, 2)), grid(*size)))
 
-        # --- positions: a caption's tokens one behind the other; all of the image at the caption's end, in rows and columns
-        key = (size, length, mask.device)
-        if key not in self._cells:  # moved once a size
-            self._cells[key] = F.pad(passes.grid(*size), (0, 0, length, 0)).to(mask.device, torch.int64)
-        lies = self._cells[key].expand(len(mask), -1, -1)
-        first = torch.where(slot < length, torch.minimum(slot, ends), ends)
-        lies = torch.cat((first.unsqueeze(-1), lies[..., 1:]), dim=-1)  # (B, L + N, 3)
-        apart = self._rotary(net, lies)
-        joint = apart.gather(2, order[None, :, :, None].expand_as(apart))
-        text, image = apart.split((length, patches), dim=2)
-        return {
-            "order": order, "back": back, "mask": mask, "seen": ~is_padding, "joint": joint, "text": text, "image": image,
-        }  # fmt: skip
-
-    def _rotary(self, net: Any, lies: Tensor) -> Tensor:
-        """Look positions (B, S, 3) up in the tables of each axis, real-valued: (2, B, S, D)."""
-        if lies.device not in self._tables:
-            self._tables[lies.device] = [table.to(lies.device) for table in net.rope_embedder.freqs_cis]
-        turned = [F.embedding(lies[..., axis], table) for axis, table in enumerate(self._tables[lies.device])]
-        return torch.stack(tables_of_pairs(torch.cat(turned, dim=-1)))
+        moved = F.pad(mask.sum(dim=1, keepdim=True).expand(-1, lengths[1]), (lengths[0], 0))
+        is_token = F.pad(mask, (0, lengths[1]), value=True)
+        more, (text, image) = self.lay_out(
+            net, is_token, self.cells((size, lengths), cells, mask.device), moved, lengths
+        )
+        return {**more, "mask": mask, "text": text, "image": image}
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block: of those that refine text or image alone, or of those over both."""
@@ -126,20 +87,16 @@ class Lumina2(ModelFamily):
             return replace(tokens, text=block(tokens.text, more["mask"], more["text"].unbind(0)))
         if tokens.member == "noise_refiner":
             return replace(tokens, image=block(tokens.image, None, more["image"].unbind(0), tokens.temb))
-        both = block(laid(self._joined(tokens), more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
-        text, image = laid(both, more["back"]).split((tokens.text.shape[1], tokens.image.shape[1]), dim=1)
+        text, image = self.over_all(block, (tokens.text, tokens.image), more, tokens.temb)
         return replace(tokens, text=text, image=image)
-
-    @staticmethod
-    def _joined(tokens: Tokens) -> Tensor:
-        assert tokens.text is not None
-        return torch.cat((tokens.text, tokens.image), dim=1)
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, H, W): the network says x0 - e, channels lie fastest in a token."""
-        both = net.norm_out(laid(self._joined(tokens), tokens.more["order"]), tokens.temb)
+        assert tokens.text is not None
+        both = torch.cat((tokens.text, tokens.image), dim=1)
+        both = net.norm_out(laid(both, tokens.more["order"]), tokens.temb)
         patches = laid(both, tokens.more["back"])[:, -tokens.image.shape[1] :]
-        return -passes.unpack_channels_last(patches, self.patch, tokens.size)
+        return -unpack_channels_last(patches, self.patch, tokens.size)
 
     def with_guidance(self, without: Tensor, with_text: Tensor, scale: float) -> Tensor:
         """Guide, and keep the length of every row of what is predicted with text, as the pipeline does."""
@@ -155,17 +112,12 @@ class Lumina2(ModelFamily):
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
-        width, entering = shapes["x_embedder.weight"]
+        made = OneStreamFamily.sizes(shapes, "x_embedder.weight", "layers.0.attention.q_norm.weight")
         shapes["layers.0.adaLN_modulation.1.weight"]  # one layer further than in what else has these names
-        head = shapes["layers.0.attention.q_norm.weight"][0]
+        width, head = made["hidden_size"], made["hidden_size"] // made["num_attention_heads"]
         return {
-            "in_channels": entering // 4,
-            "hidden_size": width,
-            "num_layers": count(shapes, r"layers\.(\d+)\."),
-            "num_refiner_layers": count(shapes, r"noise_refiner\.(\d+)\."),
-            "num_attention_heads": width // head,
+            **made,
             "num_kv_heads": (shapes["layers.0.attention.qkv.weight"][0] - width) // 2 // head,
-            "axes_dim_rope": [head // 3] * 3,
             "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
         }
 

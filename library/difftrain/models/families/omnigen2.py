@@ -14,14 +14,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from difftrain.contracts import Batch, Parts, control_name
-from difftrain.device.rotary import tables_of_pairs
-from difftrain.models.facts import Agree, AreaShift, Bound, Lora, Shift, Sizes, Text
-from difftrain.models.family import ModelFamily
-from difftrain.models.passes import Tokens, grid, laid, pack_channels_last, packed, unpack_channels_last
-from difftrain.models.weights.infer import count
+from difftrain.models.facts import Agree, AreaShift, Bound, Shift, Sizes, Text
+from difftrain.models.one_stream import OneStreamFamily
+from difftrain.models.passes import Tokens, grid, pack_channels_last, unpack_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +43,7 @@ def _short(s: Sizes) -> str:
     return f"is {lengths}" if min(lengths) <= _LENGTH else ""
 
 
-class OmniGen2(ModelFamily):
+class OmniGen2(OneStreamFamily):
     """The facts of an OmniGen2 model. Loading, caching, noising, loss, export, FLOPs and sampling follow from them."""
 
     name = "omnigen2"
@@ -57,10 +54,6 @@ class OmniGen2(ModelFamily):
     folders = MappingProxyType({"text_encoder": "mllm"})
     blocks: tuple[str, ...] = ("context_refiner", "noise_refiner", _REFINER, "layers")
     shift = Shift(dynamic=(256, 4096, 0.5, 1.15), mu=AreaShift(20.0))
-    zero = r"\.norm1\.linear\.|^norm_out\."
-    leaving = r"norm_out\b"
-    vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
-    lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "linear_1", "linear_2", "linear_3"))
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree(
@@ -76,8 +69,6 @@ class OmniGen2(ModelFamily):
         if not self.num_control:  # no loss reaches what is for references
             self.blocks = tuple(member for member in self.blocks if member != _REFINER)
             self.unread = rf"^({_REFINER}\.|ref_image_patch_embedder\.|image_index_embedding)"
-        self._tables: dict[Any, list[Tensor]] = {}
-        self._cells: dict[Any, Tensor] = {}
 
     def references(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return the latents of references, and which samples see theirs: a reference that is dropped is no token."""
@@ -102,8 +93,7 @@ class OmniGen2(ModelFamily):
             if (shown := conditions.get(control_name(number))) is not None:
                 tokens = net.ref_image_patch_embedder(pack_channels_last(shown, self.patch))
                 images.append(tokens + net.image_index_embedding[number])
-        mask, shown = conditions.get("mask"), conditions.get(SHOWN)
-        mask = text.new_ones(text.shape[:2], dtype=torch.bool) if mask is None else mask
+        mask, shown = self.caption_mask(text, conditions), conditions.get(SHOWN)
         shown = mask.new_ones(len(mask)) if shown is None else shown
         return Tokens(
             torch.cat(images, dim=1), text, temb, size, more=self._places(net, mask, shown, size, len(images) - 1)
@@ -112,45 +102,25 @@ class OmniGen2(ModelFamily):
     def _places(
         self, net: Any, mask: Tensor, shown: Tensor, size: tuple[int, int], references: int
     ) -> dict[str, Tensor]:
-        """Lay out each sample's sequence: caption, references, image, padding. Shapes: mask (B, L), shown (B,).
-
-        order, back: (B, S) which token stands at a slot, and where it went; seen: (B, S); rotary tables of the sequence, of
-        text, of image and of references alone, cosines and sines, (2, B, ., D).
-        """
+        """Lay out captions, references and images, and say what refines them. Shapes: mask (B, L), shown (B,)."""
         patches, side = size[0] * size[1], max(size)
         lengths = (mask.shape[1], references * patches, patches)
-        see = shown[:, None].expand(-1, lengths[1])
-        order, back, seen = packed(torch.cat((mask, see, mask.new_ones(len(mask), patches)), dim=1))
+        is_token = torch.cat((mask, shown[:, None].expand(-1, lengths[1]), mask.new_ones(len(mask), patches)), dim=1)
 
         # --- positions: of images as if no text were there, then moved behind the sample's own
-        key = (size, lengths, mask.device)
-        if key not in self._cells:  # moved once a size
+        def cells() -> Tensor:
             of_text = torch.arange(lengths[0]).view(-1, 1).expand(-1, 3)
-            of_images = [grid(*size, first=number * side) for number in range(references)]
-            self._cells[key] = torch.cat((of_text, *of_images, grid(*size))).to(mask.device, torch.int64)
+            return torch.cat(
+                (of_text, *(grid(*size, first=number * side) for number in range(references)), grid(*size))
+            )
+
         ends = mask.sum(dim=1, keepdim=True)
         starts = (torch.zeros_like(ends), ends, ends + shown[:, None] * references * side)
         moved = torch.cat([start.expand(-1, length) for start, length in zip(starts, lengths, strict=True)], dim=1)
-        apart = self._rotary(net, self._cells[key] + F.pad(moved.unsqueeze(-1), (0, 2)))
-        text, others, image = apart.split(lengths, dim=2)
-        joint = apart.gather(2, order[None, :, :, None].expand_as(apart))
-        places = {
-            "order": order,
-            "back": back,
-            "mask": mask,
-            "seen": seen,
-            "joint": joint,
-            "text": text,
-            "image": image,
-        }
-        return places | ({_REFINER: others} if references else {})
-
-    def _rotary(self, net: Any, lies: Tensor) -> Tensor:
-        """Look positions (B, S, 3) up in the tables of each axis, real-valued: (2, B, S, D)."""
-        if lies.device not in self._tables:
-            self._tables[lies.device] = [table.to(lies.device) for table in net.rope_embedder.freqs_cis]
-        turned = [F.embedding(lies[..., axis], table) for axis, table in enumerate(self._tables[lies.device])]
-        return torch.stack(tables_of_pairs(torch.cat(turned, dim=-1)))
+        more, (text, others, image) = self.lay_out(
+            net, is_token, self.cells((size, lengths), cells, mask.device), moved, lengths
+        )
+        return {**more, "mask": mask, "text": text, "image": image, **({_REFINER: others} if references else {})}
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block: of those that refine text, image or references alone, or of those over all."""
@@ -166,10 +136,7 @@ class OmniGen2(ModelFamily):
                 return tokens
             others = self._refined(block, others, more[_REFINER], tokens.temb, patches)
         else:
-            joined = torch.cat((tokens.text, others, image), dim=1)
-            joined = block(laid(joined, more["order"]), more["seen"], more["joint"].unbind(0), tokens.temb)
-            lengths = (tokens.text.shape[1], others.shape[1], patches)
-            text, others, image = laid(joined, more["back"]).split(lengths, dim=1)
+            text, others, image = self.over_all(block, (tokens.text, others, image), more, tokens.temb)
             tokens = replace(tokens, text=text)
         return replace(tokens, image=torch.cat((image, others), dim=1))
 
@@ -213,15 +180,10 @@ class OmniGen2(ModelFamily):
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off its tensors, which are called alike in every layout. Raises KeyError."""
-        width, entering = shapes["ref_image_patch_embedder.weight"]
-        head = shapes["layers.0.attn.norm_q.weight"][0]
+        made = OneStreamFamily.sizes(shapes, "ref_image_patch_embedder.weight", "layers.0.attn.norm_q.weight")
+        head = made["hidden_size"] // made["num_attention_heads"]
         return {
-            "in_channels": entering // 4,
-            "hidden_size": width,
-            "num_layers": count(shapes, r"layers\.(\d+)\."),
-            "num_refiner_layers": count(shapes, r"noise_refiner\.(\d+)\."),
-            "num_attention_heads": width // head,
+            **made,
             "num_kv_heads": shapes["layers.0.attn.to_k.weight"][0] // head,
-            "axes_dim_rope": [head // 3] * 3,
             "text_feat_dim": shapes["time_caption_embed.caption_embedder.0.weight"][0],
         }
