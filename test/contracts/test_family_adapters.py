@@ -13,7 +13,7 @@ from families import Tiny, config, exported, loaded, pipeline_of, trained_once
 from safetensors.torch import load_file, save_file
 
 from difftrain.contracts import ConfigFault
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
 from difftrain.models.weights.infer import adapter_looks_like
 
@@ -51,7 +51,7 @@ def merged(tiny: Tiny, path: Path, scale: float = 1.0) -> str:
     return merge_adapter(AdapterChoice(path, scale, "--adapter"), tiny.family, modules_of(tiny))
 
 
-ADAPTED = [name for name in TRAINED if hasattr(getattr(diffusers, FAMILIES[name].pipeline, None), "load_lora_weights")]
+ADAPTED = [name for name in FAMILIES if hasattr(getattr(diffusers, FAMILIES[name].pipeline, None), "load_lora_weights")]
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -143,7 +143,7 @@ def test_layouts_say_the_same(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    other = next(name for name in TRAINED if "transformer" in FAMILIES[name].parts)
+    other = next(name for name in FAMILIES if "transformer" in FAMILIES[name].parts)
     tiny = loaded(config("sdxl"))
     before = {key: value.clone() for key, value in tiny.net.state_dict().items()}
     of_other, own = lora_of(loaded(config(other))), lora_of(tiny)

@@ -16,7 +16,7 @@ from families import ORACLES, Tiny, config, exported, loaded, pipeline_of
 from oracle import NEGATIVE, PROMPT, Conditions, Drawn
 from PIL import Image
 
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.find import shipped_sizes
 from difftrain.sampling.draw import walk
 from difftrain.sampling.edits import SourcePicture
@@ -78,7 +78,7 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
             theirs = pipeline(
                 **oracle.options(conditions, negative, scale), height=SIZE[0], width=SIZE[1], latents=oracle.pack(noise),
                 num_inference_steps=STEPS, output_type="latent",
-            ).images  # fmt: skip
+            )[0]  # fmt: skip
         walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE), mu=model.mu)
         ours = walk(model, conditions, negative, noise, sampler=walker, steps=STEPS, guidance=scale)
         # a walk without a terminal signal begins at 4096 times the noise, and rounds there
@@ -140,7 +140,7 @@ def four_channels(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["image", "mask", "mask_whole"])
 # diffusers has no pipeline of an editing model that begins at an image as well
-@pytest.mark.parametrize("name", [each for each in TRAINED if not FAMILIES[each].control])
+@pytest.mark.parametrize("name", [each for each in FAMILIES if not FAMILIES[each].control])
 def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_path: Path) -> None:
     import diffusers
 
@@ -190,7 +190,7 @@ def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_pa
 
 
 def test_every_family_that_trains_is_drawn_here() -> None:
-    assert {name for name, oracle in ORACLES.items() if oracle.drawn} == set(TRAINED), "say how its pipeline is called"
+    assert {name for name, oracle in ORACLES.items() if oracle.drawn} == set(FAMILIES), "say how its pipeline is called"
 
 
 def test_encoders_that_are_trained_encode_a_prompt_once() -> None:

@@ -269,8 +269,6 @@ def test_names_in_files_are_those_that_transformers_reads(encoder: str, tmp_path
 
 def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the snippet as it stands, but for steps and size; in half precision, as no dtype would fail."""
-    if not FAMILIES[name].trains:
-        pytest.skip("its pipeline draws in minutes, or needs what is not installed")
     weights = iter(tiny.weights().items())
     path = tiny.family.export(weights, tiny.parts, "diffusers_safetensors", tmp_path / "half", dtype=torch.bfloat16)
     page = (path / "README.md").read_text()

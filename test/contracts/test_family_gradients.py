@@ -7,10 +7,10 @@ import torch
 from families import config, loaded, trained_once
 
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 
-WAYS = [(name, {}) for name in TRAINED]
-WAYS += [(name, {"train_text_encoder": True}) for name in TRAINED if FAMILIES[name].has("model.train_text_encoder")]
+WAYS = [(name, {}) for name in FAMILIES]
+WAYS += [(name, {"train_text_encoder": True}) for name in FAMILIES if FAMILIES[name].has("model.train_text_encoder")]
 
 
 @pytest.mark.parametrize(("name", "model"), WAYS)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 from traced import Stepped, attribute, stepped
 
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.report.trace import AGREE, PART, StepComparison, Trace, compare_traces, traces_of
 
 Fault = Callable[[Stepped], Any]
 
 
-@pytest.fixture(params=TRAINED, scope="module")
+@pytest.fixture(params=FAMILIES, scope="module")
 def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stepped, Path]:
     """A family whose weights stay as they are, and the trace of a step of it."""
     sections = {"optimizer": {"learning_rate": 1e-30}}

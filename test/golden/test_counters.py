@@ -13,7 +13,7 @@ import counted
 import pytest
 import torch
 
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +25,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_operators_of_a_step(name: str, update_golden: bool) -> None:
     counted.judge(name, "cpu", counted.on_cpu, update_golden)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_graphs_of_compiled_blocks(name: str, update_golden: bool) -> None:
     counted.judge(name, "compiled", counted.compiled, update_golden)
 
 
 def test_every_trained_family_has_figures_and_no_other() -> None:
-    assert set(json.loads(counted.FILE.read_text())) == set(TRAINED)
+    assert set(json.loads(counted.FILE.read_text())) == set(FAMILIES)
 
 
 def test_a_copy_and_a_look_at_a_value_are_seen() -> None:

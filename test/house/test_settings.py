@@ -14,7 +14,7 @@ from difftrain.config.schema.rates import part_rates, second_factor_ratio
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import fields
 from difftrain.models.metadata import described
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.find import _tokenizer_dirs, parts_elsewhere
 
 LIBRARY = Path(__file__).parents[2] / "library" / "difftrain"
@@ -45,7 +45,7 @@ def read_by_name() -> set[str]:
         adapted = TrainConfig.model_validate({"adapter": {"type": "lora"}})
         for part in ("unet", "text_encoder_1"):
             second_factor_ratio(adapted, part)
-        for name in TRAINED:
+        for name in FAMILIES:
             family = made(config(name))
             parts_elsewhere(family.cfg, family)
             _tokenizer_dirs(family.cfg, family, None, {})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarked import benchmark
 
-from difftrain.models.registry import TRAINED, UNTRAINED
+from difftrain.models.registry import FAMILIES
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -37,15 +37,15 @@ def test_every_trained_family_is_measured(tmp_path: Path) -> None:
     (written,) = tmp_path.glob("suite-small-*.json")
     found = json.loads(written.read_text())
     full = [row for row in found["rows"] if row["trains"] == "full"]
-    assert [row["family"] for row in full] == [*TRAINED, "flux"]
+    assert [row["family"] for row in full] == [*FAMILIES, "flux"]
     assert all(row["fps"] > 0 and row["flops_per_sample"] == row["formula_flops_per_sample"] for row in full)
     deeper = [row["flops_per_sample"] for row in full if row["family"] == "flux"]
     assert deeper[1] > deeper[0] and full[-1]["engine"] == "accelerate"
     adapters = [row for row in found["rows"] if row["trains"] == "lora"]
     if importlib.util.find_spec("peft") is None:
-        assert len(found["left_out"]) == len(TRAINED) and not adapters
+        assert len(found["left_out"]) == len(FAMILIES) and not adapters
     else:
-        assert [row["family"] for row in adapters] == list(TRAINED) and all("peft" in row["lora"] for row in adapters)
+        assert [row["family"] for row in adapters] == list(FAMILIES) and all("peft" in row["lora"] for row in adapters)
         assert all(a["flops_per_sample"] < b["flops_per_sample"] for a, b in zip(adapters, full))
 
 
@@ -66,7 +66,7 @@ def test_time_that_is_over_leaves_cases_out(tmp_path: Path) -> None:
         ("[measure]\nsteps = 0\n[[run]]", "steps"),
         ("", "[[run]]"),
         ("[[run]]\nfamily = 'nothing'", "nothing"),
-        (f"[[run]]\nfamily = '{UNTRAINED[0]}'", UNTRAINED[0]),
+        ("[[run]]\nfamily = 'ltx-video'", "ltx-video"),
         ("[[run]]\nengine = 'megatron'", "megatron"),
         ("[[run]]\nprecision = 'fp64'", "fp64"),
         ("[[run]]\nfamily = 'flux'\nsize = 'dev'", "dev"),
@@ -101,6 +101,6 @@ def test_matrices_that_come_with_it_are_right(path: Path) -> None:
     from suite import read_matrix
 
     _, cases = read_matrix(path)
-    assert len(cases) == len(set(cases)) >= len(TRAINED)
+    assert len(cases) == len(set(cases)) >= len(FAMILIES)
     if path.stem == "tiny":
-        assert {case.family for case in cases} == set(TRAINED)
+        assert {case.family for case in cases} == set(FAMILIES)

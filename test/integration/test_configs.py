@@ -13,7 +13,7 @@ from doors import Door, write_pictures
 from sd3_speedups import vision_folder
 
 from difftrain.demo.model import write_tiny
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -23,14 +23,16 @@ RECIPES = sorted(
 # recipes by the memory of a device differ in few keys: one of each kind runs, all are parsed by test_fit.py
 SIZED = {"sdxl/24gb.toml", "sdxl/32gb.toml", "sd3_light/24gb.toml", "sd3_light/40gb.toml"}
 RECIPES = [name for name in RECIPES if not name.endswith("gb.toml") or name in SIZED]
-RECIPES = [name for name in RECIPES if name not in {f"{family}/tiny.toml" for family in TRAINED}]  # test_family_runs.py
+RECIPES = [
+    name for name in RECIPES if name not in {f"{family}/tiny.toml" for family in FAMILIES}
+]  # test_family_runs.py
 # of this door; the other files of configs/sdxl have it in their own keys
 KOHYAS = {"sdxl/base.toml", "sdxl/pretrain_tiny.toml"}
 COMMON = ("--training.max_steps=2", "--training.micro_batch_size_per_gpu=2", "--model.dtype=float32",
           "--data.num_dataloader_workers=0", "--monitoring.logging_steps=1")  # fmt: skip
 LIGHT = ("--model.t5_max_length=8", "--model.num_layers=3")
 # folder of recipes -> the family whose tiny model stands in
-STAND_INS = {"sd3_light": "sd3"} | {name: name for name in TRAINED if FAMILIES[name].has("model.transformer")}
+STAND_INS = {"sd3_light": "sd3"} | {name: name for name in FAMILIES if FAMILIES[name].has("model.transformer")}
 
 
 @pytest.fixture(scope="module")

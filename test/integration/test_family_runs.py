@@ -13,7 +13,7 @@ from doors import Door
 from safetensors.torch import load_file
 from sd3_speedups import vision_folder
 
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "sd_scripts_xl" / "train.py"
@@ -60,7 +60,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.nightly) for name in TRAINED]
+    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 )
 def test_the_tiny_recipe_trains_what_init_wrote(home: Path, name: str) -> None:
     trained(home, name, "OUT", "--save.model_as=diffusers_safetensors")

@@ -18,7 +18,7 @@ from refusals import names
 from safetensors.torch import load_file, save_file
 
 from difftrain.cli import main
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.sampling import draw_pictures
 from difftrain.sampling.prompts import Prompt
 
@@ -118,7 +118,7 @@ def test_averages_are_drawn_as_samples_choose_them(
     assert "'wide'" in refused(capsys, *line, "--ema=wide")
 
 
-@pytest.mark.parametrize("name", nightly_siblings(TRAINED))
+@pytest.mark.parametrize("name", nightly_siblings(FAMILIES))
 def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
     tiny = loaded(config(name))
     line = (

@@ -7,9 +7,9 @@ import pytest
 import torch
 from families import SIBLINGS_ON_DEVICES, nightly_siblings
 
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 
-FAMILIES = nightly_siblings(TRAINED, SIBLINGS_ON_DEVICES)
+FAMILIES = nightly_siblings(FAMILIES, SIBLINGS_ON_DEVICES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

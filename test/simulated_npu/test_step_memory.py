@@ -11,7 +11,7 @@ from difftrain.config.schema.training import TrainingSection
 from difftrain.contracts import METRIC, Bucket
 from difftrain.device import choose, use_attention
 from difftrain.models.flops import blank_inputs
-from difftrain.models.registry import TRAINED, make_family
+from difftrain.models.registry import FAMILIES, make_family
 from difftrain.models.step_memory import step_peak
 
 NPU, BUCKET, BATCH = "npu:0", Bucket(128, 128), 4
@@ -32,7 +32,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return known if name in IN_CI else [*known, pytest.mark.nightly]
 
 
-NAMES = [pytest.param(name, marks=marks(name)) for name in TRAINED]
+NAMES = [pytest.param(name, marks=marks(name)) for name in FAMILIES]
 
 
 @pytest.mark.parametrize("name", NAMES)

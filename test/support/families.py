@@ -42,7 +42,12 @@ ON_KIT = tuple(name for name in FAMILIES if (made := class_of(name)) is not None
 # families of another's classes -> that other: what holds for it holds for them, and is looked at nightly where all are
 SIBLINGS = {"sd2": "sd1", "flux2_klein": "flux2", "flux_kontext": "flux", "qwen_image_edit_plus": "qwen_image_edit"}
 # those whose operators are another's, too
-SIBLINGS_ON_DEVICES = SIBLINGS | {"sd1": "sdxl", "chroma": "flux", "qwen_image_edit": "qwen_image"}
+SIBLINGS_ON_DEVICES = SIBLINGS | {
+    "sd1": "sdxl",
+    "chroma": "flux",
+    "qwen_image_edit": "qwen_image",
+    "wan": "cosmos_predict2",
+}
 
 
 def nightly_siblings(names: Iterable[str], siblings: Mapping[str, str] = SIBLINGS) -> list[Any]:

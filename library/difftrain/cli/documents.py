@@ -59,7 +59,7 @@ def family_text() -> str:
         parts = ", ".join(f"{part} {made_of.rpartition(':')[2]}" for part, made_of in row.parts.items())
         lines += [
             f"{name}: {row.title}, {', '.join(row.tasks)}",
-            f"  trains      {', '.join(row.trains) or 'not built yet'}",
+            f"  trains      {', '.join(row.trains)}",
             f"  sizes       {', '.join(row.sizes)} (of random weights); images in multiples of {row.multiple} pixels",
             f"  parts       {parts}",
             "",

@@ -305,11 +305,11 @@ class BaseFamily(Description):
 
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
-        made = "images" if any(task.endswith("to-image") for task in self.row.tasks) else "frames"
+        made = "images[0]" if self.row.tasks[0].endswith("to-image") else "frames[0][0]"
         head = snippet_head(self.row, dtype, reference=self.num_control > 0)
         return (
             f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
-            f"{head}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
+            f"{head}image = pipe({self.call}).{made}\n```\n"
         )
 
     @property

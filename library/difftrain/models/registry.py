@@ -40,7 +40,6 @@ FAMILIES: dict[str, FamilyRow] = {
         text_features=("hidden_1", "hidden_2", "pooled"),
         sizes=("base", "tiny", "demo"),
         sizes_multiple={"demo": 16},
-        trains=("full",),
         takes=frozenset({
             *UNET_FIELDS, "model.tokenizer2", "optimizer.learning_rate_te2", "optimizer.block_lr",
         }),
@@ -62,7 +61,6 @@ FAMILIES: dict[str, FamilyRow] = {
         text_features=("hidden_1",),
         sizes=("base", "tiny"),
         sizes_multiple={"tiny": 16},
-        trains=("full",),
         takes=frozenset(UNET_FIELDS),
         reasons=ONE_ENCODER,
     ),
@@ -83,7 +81,6 @@ FAMILIES: dict[str, FamilyRow] = {
         text_features=("hidden_1",),
         sizes=("base", "tiny"),
         sizes_multiple={"tiny": 16},
-        trains=("full",),
         takes=frozenset(UNET_FIELDS),
         reasons=ONE_ENCODER,
         defaults={"model.prediction_type": "v_prediction"},
@@ -233,8 +230,8 @@ FAMILIES: dict[str, FamilyRow] = {
             "text_encoder": "transformers:UMT5EncoderModel",
         },
         encoders=("umt5",),
-        tasks=("text-to-video",),
-        trains=(),
+        tasks=("text-to-video", "text-to-image"),
+        takes=("model.train_only",),
         defaults={"model.t5_max_length": 512},
     ),
     "qwen_image": flow_row(
@@ -389,8 +386,6 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
-TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
-UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
     "ltx-video", "hunyuan-video", "cosmos",

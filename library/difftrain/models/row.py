@@ -14,6 +14,7 @@ from difftrain.contracts import ReferenceArea
 
 LAYOUTS = ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")
 FOLDER_LAYOUTS = ("diffusers", "diffusers_safetensors")
+_TRAINED_BY = {"train_only": "model.train_only", "encoders": "model.train_text_encoder", "fp8": "model.fp8_frozen"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +26,8 @@ class FamilyRow:
     where diffusers has none. parts: name -> "library:Class", the denoiser first (where a folder
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
     order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
-    sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports. trains:
-    what can be trained, nothing of a family that is known as a form only. told_by: ("part.argument", value) in a folder's
-    config.json, where families share a pipeline.
+    sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports.
+    told_by: ("part.argument", value) in a folder's config.json, where families share a pipeline.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
     another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
@@ -47,7 +47,6 @@ class FamilyRow:
     sizes: tuple[str, ...] = ()
     sizes_multiple: Mapping[str, int] = field(default_factory=dict)
     layouts: tuple[str, ...] = LAYOUTS
-    trains: tuple[str, ...] = ()
     clips: bool = False  # whether data may hold clips
     control: int = 0  # reference images that it is shown, at most; each has its image's size, or one of its own
     control_area: ReferenceArea | None = None  # which that is, where it may be: positions of references are their own
@@ -63,6 +62,11 @@ class FamilyRow:
     def denoiser(self) -> str:
         """Return the name of the part that is trained."""
         return next(iter(self.parts))
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """Name what can be trained: all of the denoiser, an adapter, and what there are fields for."""
+        return ("full", "adapter", *(kind for kind, path in _TRAINED_BY.items() if self.has(path)))
 
     def has(self, path: str) -> bool:
         """Tell whether a field, or its whole section, is named in `takes`."""
@@ -114,7 +118,6 @@ def flow_row(*, takes: Iterable[str] = (), defaults: Mapping[str, Any] | None = 
         "text_features": ("hidden_1",),
         "sizes": ("tiny",),
         "layouts": ("safetensors", *FOLDER_LAYOUTS),
-        "trains": ("full",),
     }
     fields = frozenset({*FLOW_FIELDS, *paths, *lengths, *takes})
     return FamilyRow(**{**shared, **row}, takes=fields, defaults={**FLOW_DEFAULTS, **(defaults or {})})

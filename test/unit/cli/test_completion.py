@@ -11,7 +11,7 @@ import pytest
 
 from difftrain.cli import COMMANDS, completion, main, recipes
 from difftrain.config.spellings.flags import FLAGS
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 
 ASK = """
 ask() { COMP_LINE="difftrain $1"; COMP_POINT=${#COMP_LINE}; COMPREPLY=(); _difftrain; printf '%s\\n' "== $1" "${COMPREPLY[@]}"; }
@@ -48,8 +48,8 @@ def test_what_bash_offers(script: str, tmp_path: Path) -> None:
         "train --config=t": ["tiny.toml"],
         "train --config ": ["runs", "tiny.toml"],
         "train --config tiny.toml --model.typ": ["--model.type="],
-        "train --model.type=": sorted(TRAINED),
-        "sd3_light --model.type f": [name for name in TRAINED if name.startswith("f")],
+        "train --model.type=": sorted(FAMILIES),
+        "sd3_light --model.type f": [name for name in FAMILIES if name.startswith("f")],
         "sdxl --": sorted(f"--{row.name}{'' if row.kind == 'switch' else '='}" for row in FLAGS.values()
                                     if f"--{row.name}" in OFFERED),
         "sdxl --mixed_precision=b": ["bf16"],

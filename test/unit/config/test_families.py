@@ -1,4 +1,4 @@
-"""Keys of train.py that hang on the family: parts from elsewhere, guidance, what is known and not trained yet."""
+"""Keys of train.py that hang on the family: parts from elsewhere, guidance, and what is known and not built yet."""
 
 from __future__ import annotations
 
@@ -104,13 +104,8 @@ def test_the_other_door_knows_what_flux_is(here: Path) -> None:
     cfg = by_flags([*line, "--family=flux"]).config
     assert cfg.model.t5_max_length == 512 and cfg.sample.sampler == "flow_euler" and not cfg.cache.latents_to_disk
     with pytest.raises(ConfigFault) as caught:
-        by_flags([*line, "--family=wan"])
-    assert any(is_about(fault, "--family", "'wan'", "built") for fault in caught.value.faults)
-
-
-def test_a_family_that_is_a_form_only_is_refused_by_that(here: Path) -> None:
-    (fault,) = faults(here, "wan", "t5_path = 'one'")
-    assert is_about(fault, "[model] type", "'wan'", "sdxl, sd1, sd2, sd3, flux")
+        by_flags([*line, "--family=ltx-video"])
+    assert any(is_about(fault, "--family", "'ltx-video'") for fault in caught.value.faults)
 
 
 def test_a_layout_that_a_family_has_not(here: Path) -> None:

@@ -15,7 +15,7 @@ from difftrain.config.schema.families import multiple_of
 from difftrain.config.schema.model import ModelSection
 from difftrain.config.schema.sections import DataSection, SizeSection
 from difftrain.data.plan.buckets import BucketTable
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 
 SHIPPED = Path(__file__).resolve().parents[3] / "library" / "difftrain" / "models" / "sizes_shipped"
 
@@ -24,7 +24,7 @@ def of(family: str, **model: object) -> TrainConfig:
     return TrainConfig(model=ModelSection(family=family, **model))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_buckets_of_directories_over_resolutions_and_ratios(family: str) -> None:
     multiple = multiple_of(of(family, pretrained="WEIGHTS"))
     assert multiple == FAMILIES[family].multiple
@@ -35,7 +35,7 @@ def test_buckets_of_directories_over_resolutions_and_ratios(family: str) -> None
                 assert found.sizes and not [size for size in found.sizes if size[0] % multiple or size[1] % multiple]
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_whatever_the_rules_let_pass_makes_whole_multiples(family: str) -> None:
     """Kohya's buckets and plain sizes: what is odd is a fault of the configuration, and nothing else is."""
     cfg, drawn, passed = of(family), random.Random(0), 0

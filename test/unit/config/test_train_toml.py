@@ -23,7 +23,7 @@ from difftrain.config.spellings.keys import KEYS, SWAPPED, TABLES, key_at, key_o
 from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import dump, value_text
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.registry import LATER, UNTRAINED, make_family
+from difftrain.models.registry import LATER, make_family
 from difftrain.testing.pictures import write_folder
 
 DATA = Path(__file__).parents[1] / "files"
@@ -186,7 +186,7 @@ def test_every_flat_key_has_one_home_among_the_tables(name: str) -> None:
         assert key_at(SWAPPED[key.home], name) is key
 
 
-@pytest.mark.parametrize("family", (*LATER, *UNTRAINED))
+@pytest.mark.parametrize("family", LATER)
 def test_families_that_are_not_built_are_refused_by_name(write: Write, family: str) -> None:
     found = faults(f"--config={write('', model=f'[model]{chr(10)}type = {family!r}')}")
     (fault,) = found

@@ -11,7 +11,7 @@ from difftrain.config.schema.training import TrainingSection
 from difftrain.contracts import Bucket
 from difftrain.device.step_memory import AcceleratorMaths, CountMemory
 from difftrain.models.flops import blank_inputs
-from difftrain.models.registry import TRAINED, make_family
+from difftrain.models.registry import FAMILIES, make_family
 from difftrain.models.step_memory import step_peak
 
 BUCKET, BATCH = Bucket(128, 128), 4
@@ -49,7 +49,7 @@ def saved_and_peak(family) -> tuple[int, int, int]:
     "name",
     [
         name if name in ("sdxl", "sd3", "flux", "lumina_2") else pytest.param(name, marks=pytest.mark.nightly)
-        for name in TRAINED
+        for name in FAMILIES
     ],
 )
 def test_the_pass_without_content_takes_what_the_real_one_takes(name: str) -> None:

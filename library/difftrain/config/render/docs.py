@@ -26,7 +26,7 @@ from difftrain.config.spellings.flags import KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
 from difftrain.config.spellings.row import AS_OURS, Row
 from difftrain.config.spellings.spelling import meaning
-from difftrain.models.registry import FAMILIES, LATER, TRAINED, UNTRAINED
+from difftrain.models.registry import FAMILIES, LATER
 
 _HERE = Path(__file__).parent
 
@@ -129,7 +129,7 @@ def keys_page() -> str:
         "## Not built yet\n\n"
         + _lines(
             [
-                f"`[model] type`: {', '.join((*UNTRAINED, *LATER))}",
+                f"`[model] type`: {', '.join(LATER)}",
                 "`[adapter]`: lora, lokr, ia3",
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
@@ -166,8 +166,8 @@ def _key_table(table: str) -> str:
 def _defaults() -> str:
     sentences = [f"every run of this door: {_pairs(DOOR_DEFAULTS)}"]
     sentences += [
-        f"`{family}`: {_pairs(FAMILIES[family].defaults) if FAMILIES[family].defaults else 'as sdxl_pretrain.py'}"
-        for family in TRAINED
+        f"`{family}`: {_pairs(row.defaults) if row.defaults else 'as sdxl_pretrain.py'}"
+        for family, row in FAMILIES.items()
     ]
     return _lines(sentences)
 

@@ -17,7 +17,7 @@ from difftrain.config.spellings.keys import OPTIONS
 from difftrain.config.spellings.row import Row
 from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import value_text
-from difftrain.models.registry import LATER, UNTRAINED
+from difftrain.models.registry import LATER
 
 _GAP = 42  # columns of what is typed
 FORMS = {
@@ -129,7 +129,7 @@ def key_help(prog: str) -> str:
         rows = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
         parts.append(f"[{table}] {says(table)}\n" + "".join(rows))
     waiting = ", ".join(
-        [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
+        [*(f"[model] type = '{name}'" for name in LATER), "[adapter]",
          *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.toml_key for key in not_built()),
          "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from difftrain.config.derive import DOOR_DEFAULTS, EMA_DEFAULTS
 from difftrain.config.layers import ONE_NUMBER
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.schema.validate import OFFERED, default_of, form_of, section_class
+from difftrain.config.schema.validate import default_of, form_of, section_class
 from difftrain.config.spellings.keys import KEYS, TABLES, key_of
 from difftrain.config.spellings.row import Row
 from difftrain.config.spellings.spelling import field_meaning, meaning
@@ -95,7 +95,6 @@ def _spelt(value: object) -> str:
 def _values(path: str) -> str:
     section, _, name = path.partition(".")
     form = form_of(section_class(section).model_fields[name].annotation)
-    form = "|".join(map(str, OFFERED.get(path, ()))) or form
     return f"{ONE_NUMBER[path]}|{form}" if path in ONE_NUMBER else form
 
 

@@ -13,8 +13,7 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from difftrain.models.registry import FAMILIES, TRAINED, UNTRAINED
-from difftrain.models.row import FamilyRow
+from difftrain.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[4]
 RELEASES = Path(__file__).resolve().parents[2] / "models" / "releases"
@@ -47,7 +46,7 @@ ENGLISH = Language(
     {
         "type": "`[model] type`", "title": "title", "task": "task", "trains": "trains", "multiple": "sides are multiples of",
         "sizes": "sizes of random models", "recipes": "recipes", "page": "page", "full": "full", "train_only": "a part of it",
-        "encoders": "text encoders", "fp8": "frozen layers in 8 bits", "none": "not yet", "release": "release",
+        "encoders": "text encoders", "adapter": "adapters", "fp8": "frozen layers in 8 bits", "release": "release",
         "parameters": "parameters", "at": "image", "flops": "TFLOP an image", "standing": "between steps, GiB",
         "step": "one step, GiB", "total": "total, GiB", "licence": "licence", "see": "see the release",
         "uncounted": "not counted", "forward": "forward pass", "captions": "captions", "keys": "key names",
@@ -61,7 +60,7 @@ CHINESE = Language(
     {
         "type": "`[model] type`", "title": "名称", "task": "任务", "trains": "可训练", "multiple": "边长须为其倍数",
         "sizes": "随机模型的规格", "recipes": "配方", "page": "页面（英文）", "full": "全量", "train_only": "部分权重",
-        "encoders": "文本编码器", "fp8": "冻结层 8 位", "none": "尚不支持", "release": "发布版本",
+        "encoders": "文本编码器", "adapter": "适配器", "fp8": "冻结层 8 位", "release": "发布版本",
         "parameters": "参数量", "at": "图片", "flops": "每张图 TFLOP", "standing": "步间常驻，GiB",
         "step": "一步，GiB", "total": "合计，GiB", "licence": "许可证", "see": "见发布页",
         "uncounted": "未计算", "forward": "前向", "captions": "描述编码", "keys": "键名",
@@ -80,7 +79,6 @@ def page_in(language: Language) -> str:
         families=_table(language, _FAMILY_COLUMNS, _family_cells(language)),
         releases=_table(language, _RELEASE_COLUMNS, _release_cells(language)),
         compared=_table(language, _COMPARED_COLUMNS, _compared_cells(language)),
-        untrained=language.comma.join(FAMILIES[name].title for name in UNTRAINED) or "–",
         init="\n".join(
             f"difftrain init {name} --size=tiny --output=models/{name} --seed=1"
             for name, row in FAMILIES.items()
@@ -89,7 +87,7 @@ def page_in(language: Language) -> str:
         train="\n".join(
             f"python sd_scripts_xl/train.py --config configs/{name}/tiny.toml"
             f" --model.diffusers_path=models/{name} --training.max_steps=4"
-            for name in TRAINED
+            for name in FAMILIES
             if (ROOT / "configs" / name / "tiny.toml").is_file()
         ),
     )
@@ -121,20 +119,12 @@ def _family_cells(language: Language) -> Iterator[tuple[str, ...]]:
             f"`{name}`",
             row.title,
             language.comma.join(language.words.get(task, task) for task in row.tasks),
-            _trains(row, language),
+            language.comma.join(language.words.get(kind, kind) for kind in row.trains),
             str(row.multiple),
             ", ".join(f"`{size}`" for size in row.sizes),
             ", ".join(language.link(recipe) for recipe in recipes if (ROOT / recipe).is_file()),
             ", ".join(map(language.link, pages_of(name))),
         )
-
-
-def _trains(row: FamilyRow, language: Language) -> str:
-    if not row.trains:
-        return language.words["none"]
-    fields = {"train_only": "model.train_only", "encoders": "model.train_text_encoder", "fp8": "model.fp8_frozen"}
-    kinds = [*row.trains, *(kind for kind, path in fields.items() if row.has(path))]
-    return language.comma.join(language.words.get(kind, kind) for kind in kinds)
 
 
 def _release_cells(language: Language) -> Iterator[tuple[str, ...]]:

@@ -10,7 +10,6 @@ from difftrain.config.schema.families import learns_flow, row_of, takes, why_not
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.spellings.spelling import option
-from difftrain.models.registry import TRAINED
 
 _STEPS = 1000
 _BENT = "acts on {loss.type}=huber and smooth_l1 only"
@@ -107,13 +106,6 @@ def flow_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     return lacking((need for need in FLOW_NEEDS if takes(cfg, need.field)), cfg, requested)
 
 
-def trained(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """A family may be known as a form only: it is built and exported, and not trained yet."""
-    if not row_of(cfg).trains:
-        what = f"{cfg.model.family!r} is known, its training is not built yet"
-        yield Finding(("model.family",), what, f"trained are {', '.join(TRAINED)}")
-
-
 def other_family(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What a family does not take is refused by name; what is left at its default says nothing."""
     for path in sorted(requested):
@@ -167,4 +159,4 @@ def target_layer(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     yield Finding(("loss.text_recon_target_layer",), what, remedy)
 
 
-FLOW_RULES: tuple[Rule, ...] = (trained, flow_companions, other_family, layout, loss_type, times, target_layer)
+FLOW_RULES: tuple[Rule, ...] = (flow_companions, other_family, layout, loss_type, times, target_layer)

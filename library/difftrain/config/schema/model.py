@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from difftrain.config.schema.section import NonNegative, PositiveInt, Section, Share
-from difftrain.models.registry import DEFAULT, FAMILIES, TRAINED
+from difftrain.models.registry import DEFAULT, FAMILIES
 
 if TYPE_CHECKING:
     FamilyName = str
 else:
     FamilyName = Literal[tuple(FAMILIES)]  # the choices are those of the rows
 
-_SIZES = "; ".join(f"{name}: {', '.join(FAMILIES[name].sizes)}" for name in TRAINED)
+_SIZES = "; ".join(f"{name}: {', '.join(row.sizes)}" for name, row in FAMILIES.items())
 
 
 class ModelSection(Section):

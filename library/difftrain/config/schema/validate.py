@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.section import Section
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.models.registry import TRAINED
 
 _MOST = 2**63 - 1
 
@@ -87,8 +86,6 @@ def expected_form(annotation: Any, kind: str) -> str:
 
 
 Values = dict[str, dict[str, Any]]  # section -> field -> value
-# of what a field may be, less is offered: a family can be known and not be trained yet, which a rule says
-OFFERED: dict[str, tuple[Any, ...]] = {"model.family": TRAINED}
 Misfit = tuple[str, str, str, str]  # section, field, what is wrong, what would be right
 
 
@@ -126,7 +123,7 @@ def choices_of(path: str) -> tuple[Any, ...]:
     """Return the values that "section.field" offers, or nothing where it is open."""
     if path.startswith("?"):
         return ()
-    return OFFERED.get(path) or _choices(_info(path).annotation)
+    return _choices(_info(path).annotation)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

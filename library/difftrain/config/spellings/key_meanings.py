@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.validate import show
-from difftrain.models.registry import LATER, TRAINED, UNTRAINED
+from difftrain.models.registry import FAMILIES, LATER
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,14 @@ Meaning = Callable[[LayerLike, KeyValue, Any], None]
 
 def _family(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a family by its name; one that is known and not built yet is refused by that."""
-    built = f"built are {', '.join(TRAINED)}"
-    if value in TRAINED:
+    built = f"built are {', '.join(FAMILIES)}"
+    if value in FAMILIES:
         layer.put("model.family", value, item)
-    elif value in (*UNTRAINED, *LATER):
+    elif value in LATER:
         layer.other_family = str(value)
-        what = "is not built yet" if value in LATER else "is known, its training is not built yet"
-        layer.fault(item, f"the family {value!r} {what}", built, bad="model.family")
+        layer.fault(item, f"the family {value!r} is not built yet", built, bad="model.family")
     else:
-        remedy = did_you_mean(str(value), (*TRAINED, *UNTRAINED, *LATER)) or built
+        remedy = did_you_mean(str(value), (*FAMILIES, *LATER)) or built
         layer.fault(item, f"no such family: {value!r}", remedy, bad="model.family")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.row import Kind, Row
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES
 
 LATEST = "latest"
 
@@ -67,7 +67,7 @@ STORAGE_DTYPES = {
 }  # fmt: skip
 _ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
-_PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
+_PARTS = f"of families that are not built yet; {', '.join(FAMILIES)} read their parts from diffusers_path"
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
 
 
@@ -112,7 +112,7 @@ KEYS: tuple[Row, ...] = (
         "true: fp32 master weights; false: trained weights in dtype only; or fp32, kahan, "
         "stochastic, none", "any", default=True),
     # [model]
-    key("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str", choices=TRAINED),
+    key("type", "model", "?family", f"what is trained: {', '.join(FAMILIES)}", "str", choices=tuple(FAMILIES)),
     key("diffusers_path", "model", "model.pretrained", "the model: a folder in diffusers' layout, or a hub id"),
     key("checkpoint_path", "model", "model.pretrained", "the model as one file, in its original layout"),
     key("vae", "model", "model.vae"),

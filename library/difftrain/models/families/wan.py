@@ -81,6 +81,15 @@ class Wan(ModelFamily):
             patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
         )  # (B, C, F, p, h, p, ...)
 
+    def largest_side(self) -> int:
+        """Return the longest side in pixels that there are positions for."""
+        return int(self.token * self.source.complete(self.denoiser)["rope_max_seq_len"])
+
+    @property
+    def call(self) -> str:
+        """Return the arguments of the pipeline in the page beside an export: it draws clips unless it is told one frame."""
+        return '"a red cat", num_frames=1, output_type="pil"'
+
     @staticmethod
     def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""

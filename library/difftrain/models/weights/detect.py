@@ -11,7 +11,7 @@ from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import read_regular
-from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.identify import is_told, read_object
 
 INDEX = "model_index.json"
@@ -80,7 +80,9 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
         what, remedy = f"{file} looks like {looks}", "give it as --adapter, with its model as --weights"
     else:
         what = f"{file} looks like {looks}"
-        remedy = f"complete models of {', '.join(TRAINED)} are read, or with --base only a denoiser (--family names it)"
+        remedy = (
+            f"complete models of {', '.join(FAMILIES)} are read, or with --base only a denoiser (--family names it)"
+        )
     raise ConfigFault([Fault(flag, what, remedy)])
 
 

@@ -19,7 +19,7 @@ from difftrain.device.choice import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch
 from difftrain.io.files import write_bytes
-from difftrain.models.registry import TRAINED, make_family
+from difftrain.models.registry import make_family
 from difftrain.models.weights.adapter_files import AdapterChoice
 from difftrain.sampling.draw import GridPicture, draw_one, drawn_size, evaluating, grid_of
 from difftrain.sampling.edits import SourcePicture, check_references, read_image_file
@@ -67,9 +67,6 @@ class GenerateRequest:
 def generate(cfg: TrainConfig, request: GenerateRequest) -> list[Path]:
     """Draw and write; return the files. Raises ConfigFault before weights are read wherever that can be."""
     # --- what is asked, before a device is touched or a weight is read
-    if cfg.model.family not in TRAINED:
-        what = f"{row_of(cfg).title} is recognised, but sampling with it is not built yet"
-        raise ConfigFault([Fault("--weights", what, f"supported are {', '.join(TRAINED)}")])
     cfg = _of_run(cfg, request)
     prompts = prompts_of(cfg, request)
     source = _source(request)
