@@ -163,10 +163,10 @@ def test_from_inside_the_folder_of_the_doors(door: Door, recipe: Path) -> None:
 def test_a_dry_run_says_all_that_is_wrong(door: Door, recipe: Path) -> None:
     said = train(door, "--config", recipe / "run.toml", "--dry_run")
     assert "dry run: " in said and not (recipe / "out").exists()
-    bad = (recipe / "run.toml").read_text().replace("seed = 1", "sed = 1\nepochs_ = 2\nblocks_to_swap = 3")
+    bad = (recipe / "run.toml").read_text().replace("seed = 1", "sed = 1\nepochs_ = 2\nupload_hf_from_epoch = 3")
     (recipe / "bad.toml").write_text(bad)
     said = train(door, "--config", recipe / "bad.toml", "--dry_run", "--optimizer.type=AdamWW", expect=2)
-    for what in ("4 faults", "sed: ", "mean seed?)", "epochs_: ", "blocks_to_swap", "AdamWW"):
+    for what in ("4 faults", "sed: ", "mean seed?)", "epochs_: ", "upload_hf_from_epoch", "AdamWW"):
         assert what in said
 
 

@@ -7,7 +7,7 @@ The way of a process to its device:
  4. torch_device.py   the device in use: precision, memory, copies
  5. attend.py       the one attention function; attention_modules.py gives it to every module
  6. compiling.py    blocks compiled where a backend can
- 7. memory.py, step_memory.py, offload.py   memory in use, foreseen, and moved to the host
+ 7. memory.py, step_memory.py, offload.py, block_swap.py   memory in use, foreseen, and moved to the host
 health/ holds the doctor's checks. Importing this package imports no torch, so that launchers can ask
 `python -m difftrain.device` quickly.
 """

@@ -279,7 +279,10 @@ class QuantisedLayer(nn.Module):
     def _ready(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return input and bias in the dtype to compute in: autocast's, else the input's."""
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        casts = not x.is_meta and torch.is_autocast_enabled(
+            kind
+        )  # of the meta device nobody knows: it computes nothing
+        dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
         return x.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _stored(self) -> tuple[str, torch.Size, Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from difftrain.contracts import (
     Stats,
     StepObserver,
 )
+from difftrain.device.block_swap import BlockSwap
 from difftrain.device.compiling import compile_blocks, compile_faults
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.draws import module_seed
@@ -138,7 +139,11 @@ class BaseEngine:
         self._schedule_state = ScheduleState(self.schedule, self.optimizer)
 
     def _move_root(self) -> None:
-        """Bring the root to the device."""
+        """Bring the root to the device, but for blocks that wait on the host."""
+        if self.cfg.memory.swap_blocks:
+            units = self.family.units(self.parts)
+            self.block_swap = BlockSwap(units, self.parts.base, self.cfg.memory.swap_blocks, self.device)
+            self.parts.notes.append(self.block_swap.sentence(len(units)))
         self.root.to(self.device.torch_device)
 
     def _param_groups(self) -> list[Group]:

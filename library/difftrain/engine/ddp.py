@@ -95,7 +95,8 @@ def warm_up(root: nn.Module, batch: Batch, backward: Callable[[Batch], None]) ->
 @contextmanager
 def kept_buffers(root: nn.Module) -> Iterator[None]:
     """Put buffers back as they were, running statistics among them."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    stored = {*quantised.stored_names(root)}  # never changes, and may be without memory
+    kept = [(buffer, buffer.detach().clone()) for name, buffer in root.named_buffers() if name not in stored]
     try:
         yield
     finally:

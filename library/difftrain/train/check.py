@@ -17,6 +17,7 @@ from difftrain.data.media.decoders import HOST
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.sources import own_class
 from difftrain.device import Device, jpeg, quantised
+from difftrain.device.block_swap import most_waiting, movable_bytes
 from difftrain.distributed.partition import Cut
 from difftrain.train.drawing import prompts_of
 
@@ -58,6 +59,22 @@ def check_sides(cfg: TrainConfig, family: Family) -> None:
         raise ConfigFault(faults)
 
 
+def check_swap(cfg: TrainConfig, family: Family, parts: Parts) -> None:
+    """Compare the blocks that are to wait on the host with those that there are. Raises ConfigFault."""
+    sizes, waiting = movable_bytes(family.units(parts), parts.base), cfg.memory.swap_blocks
+    most = most_waiting(sizes)
+    if waiting > most:
+        frozen = sum(1 for size in sizes if size)
+        of = (
+            f"{len(sizes)} blocks"
+            if frozen == len(sizes)
+            else f"{len(sizes)} blocks, {frozen} of them with weights that are only held"
+        )
+        what = f"is {waiting}, and the model has {of}: the one that runs and the next one are on the device"
+        remedy = f"{most} at most" if most else "leave it out"
+        raise ConfigFault([Fault(option("memory.swap_blocks"), what, remedy)])
+
+
 def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, full: bool = True) -> Parts:
     """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
 
@@ -86,6 +103,8 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, full:
         attempt(lambda: check_sides(cfg, family))
         if cfg.training.pipeline_stages > 1 and any(True for _ in parts.root.parameters()):
             attempt(lambda: Cut.of(cfg, family.chain(parts.root), parts.root))
+        if cfg.memory.swap_blocks and any(True for _ in parts.root.parameters()):
+            attempt(lambda: check_swap(cfg, family, parts))
     if is_here:
         attempt(lambda: family.tokenizer(parts))
     if faults:

@@ -65,4 +65,4 @@ def test_the_schema_of_files(capsys: pytest.CaptureFixture[str]) -> None:
             assert table in schema["properties"]
             inner = schema["properties"][table].get("properties") if isinstance(value, dict) else None
             assert inner is None or table == "optimizer" or value.keys() <= inner.keys()
-    assert schema["properties"]["optimization"]["properties"]["blocks_to_swap"]["deprecated"]
+    assert schema["properties"]["save"]["properties"]["upload_hf_from_epoch"]["deprecated"]

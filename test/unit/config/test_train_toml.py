@@ -89,7 +89,8 @@ def test_published_examples_run_but_for_what_is_not_built(here: Path, name: str)
     try:
         assert parse([f"--config={whole}"]).config.training.max_epochs
     except ConfigFault as error:
-        assert all(names(fault.what, "built") for fault in error.faults), error
+        # blocks that wait on the host are for adapters, and one of these trains all weights
+        assert all(names(fault.what, "built") or "swap" in fault.where for fault in error.faults), error
         named = " ".join(map(str, error.faults)).lower()
         assert "adamw8bitkahan" not in named
         assert "'flux'" not in named and ("pipeline" in named) == ("pipeline_stages = 2" in own)

@@ -13,7 +13,7 @@ from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
 from difftrain.config.schema.rates import is_named, is_schedule_free
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.spellings.spelling import option
+from difftrain.config.spellings.spelling import option, spelled
 
 _ALIGNS = "has no effect: repa.encoder names no folder"
 _ROUTES = "has no effect: tread.share is 0, no token is routed"
@@ -140,7 +140,38 @@ def offloading(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         )
 
 
-PRECISION_RULES: tuple[Rule, ...] = (full_precision, vanishing, fused, offloading)
+_SWAP = "memory.swap_blocks"
+
+
+def swapping(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """Weights that never change can wait on the host; engines that cut them have ways of their own."""
+    if not cfg.memory.swap_blocks:
+        return
+    frozen = cfg.adapter.type is not None or cfg.model.train_only
+    if not frozen:
+        what = (
+            f"is {cfg.memory.swap_blocks}, and all weights are trained: those of blocks that wait must stay as they are"
+        )
+        remedy = "train an adapter or what train_only names; of full training {training.engine=fsdp} with {fsdp.cpu_offload=true}"
+        remedy += " waits on the host"
+        yield Finding((_SWAP,), what, spelled(remedy))
+    for field, value in (
+        ("training.engine", cfg.training.engine != "native" and cfg.training.engine),
+        ("training.pipeline_stages", cfg.training.pipeline_stages > 1 and cfg.training.pipeline_stages),
+        ("training.compile", cfg.training.compile),
+        ("model.fp8_frozen", cfg.model.fp8_frozen),
+    ):
+        if value:
+            what = f"cannot be used with {option(field, value)}"
+            ways = {
+                "training.engine": f"{option('training.engine')}=native, or leave it out: that engine cuts weights over the devices",
+                "training.pipeline_stages": f"{option('training.pipeline_stages')}=1, or leave it out: each device has few blocks",
+                "model.fp8_frozen": "base_dtype = 'fp8' of [model] in its place, which keeps no originals",
+            }
+            yield Finding((_SWAP, field), what, ways.get(field, "leave one of them out"))
+
+
+PRECISION_RULES: tuple[Rule, ...] = (full_precision, vanishing, fused, offloading, swapping)
 
 
 _ENGINE, _ON, _STAGE, _TYPE = "training.engine", "deepspeed.enable", "deepspeed.zero_stage", "optimizer.type"

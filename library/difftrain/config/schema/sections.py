@@ -42,7 +42,13 @@ from difftrain.config.schema.outputs import (
     SaveSection,
 )
 from difftrain.config.schema.section import Section
-from difftrain.config.schema.training import DeepSpeedSection, FsdpSection, OptimizerSection, TrainingSection
+from difftrain.config.schema.training import (
+    DeepSpeedSection,
+    FsdpSection,
+    MemorySection,
+    OptimizerSection,
+    TrainingSection,
+)
 
 __all__ = [
     "AdapterSection",
@@ -60,6 +66,7 @@ __all__ = [
     "HubSection",
     "LoggingSection",
     "LossSection",
+    "MemorySection",
     "MetadataSection",
     "ModelSection",
     "NoiseSection",
@@ -88,6 +95,7 @@ class TrainConfig(Section):
     captions: CaptionSection = CaptionSection()
     cache: CacheSection = CacheSection()
     training: TrainingSection = TrainingSection()
+    memory: MemorySection = MemorySection()
     fsdp: FsdpSection = FsdpSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -106,6 +106,16 @@ class TrainingSection(Section):
     performance: bool = Field(False, description="a speed run: named _perf in the reports")
 
 
+class MemorySection(Section):
+    """What of a model waits in host memory, and how much memory a device has."""
+
+    swap_blocks: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="blocks of the denoiser whose weights wait in host memory, and come to the device before they run; for"
+        " weights that are only held (adapters, {model.train_only}); at most two fewer than there are",
+    )
+
+
 class FsdpSection(Section):
     """FSDP2: what is sharded over which ranks, and when it is gathered and reduced."""
 

@@ -66,7 +66,6 @@ STORAGE_DTYPES = {
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
 _ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
-_SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(FAMILIES)} read their parts from diffusers_path"
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
 
@@ -169,9 +168,10 @@ KEYS: tuple[Row, ...] = (
         "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any", default=False),
     near("reentrant_activation_checkpointing", "optimization -", "",
         "no effect: checkpoints are not reentrant, which every part that is built can do", "bool", passes=(False,)),
-    later("blocks_to_swap", "optimization -", _SWAP, 0),
+    key("swap_blocks", "memory optimization -", "memory.swap_blocks"),
+    key("blocks_to_swap", "optimization -", "memory.swap_blocks", "the same as [memory] swap_blocks"),
     near("disable_block_swap_for_eval", "optimization eval -", "",
-        "no effect: no blocks are swapped", "bool", passes=(False,)),
+        "no effect: evaluation keeps to the memory of training", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
     key("pipeline_stages", "optimization -", "training.pipeline_stages"),
     key("pipeline_schedule", "optimization -", "training.pipeline_schedule"),

@@ -16,6 +16,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import PIECES
 from difftrain.contracts import Bucket, Group, Parts
+from difftrain.device.block_swap import SwapPlan, movable_bytes, plan_swap
 from difftrain.device.quantised import layers_of, scale_bytes
 from difftrain.distributed.partition import Cut
 from difftrain.engine.fused import parts_of
@@ -34,6 +35,7 @@ GIB = float(1 << 30)
 RESERVE = 1.5 * GIB  # of a device: the driver's context, workspaces of libraries, what the allocator cannot use
 FP32, HALF = 4, 2
 VAE = "vae"
+WAITING = "less blocks that wait in host memory"
 KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
 
 
@@ -53,10 +55,12 @@ class MemoryItem:
     unsharded: float = 0.0  # what it would be of a step where nothing is sharded
 
 
-def needs(cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0) -> list[MemoryItem]:
+def needs(
+    cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0, swap: SwapPlan | None = None
+) -> list[MemoryItem]:
     """Estimate what one card holds at all times, by formula; activations come on top.
 
-    largest: the share of a pipeline's largest stage, where the model is cut.
+    largest: the share of a pipeline's largest stage, where the model is cut. swap: of blocks that wait on the host.
     """
     training, moving = cfg.training, trained(parts.root)
     spread = replace(spread_of(cfg, ranks), largest=largest)
@@ -85,6 +89,12 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int, largest: float = 0.0) -> l
     if few_bits:
         size, kind = codes + scale_bytes(parts.root), cfg.model.base_dtype or "fp8"
         items.append(MemoryItem(f"base in {kind}", size, "codes and scales of layers that are only held"))
+    if swap is not None:
+        formula = (
+            f"{gib_text(swap.host)} in host memory, {gib_text(swap.device)} of it on the device at once; "
+            f"{gib_text(swap.traffic)} are copied there for a micro batch"
+        )
+        items.append(MemoryItem(WAITING, -float(swap.saved), formula))
     kept = "fp32" if halves else weights_kept(training)
     if (training.full_precision or halves) and kept in KEPT_BYTES:
         share = spread.state_share if halves else spread.weights_share
@@ -179,7 +189,7 @@ def cached_parts(cfg: TrainConfig, parts: Parts) -> set[str]:
 
 def gib_text(size: float) -> str:
     """Write a size in GiB, which devices are compared in; a small one, which would be all zeros, in MiB."""
-    return f"{size / GIB:.3g} GiB" if size >= 0.1 * GIB or not size else f"{size / 2**20:.3g} MiB"
+    return f"{size / GIB:.3g} GiB" if abs(size) >= 0.1 * GIB or not size else f"{size / 2**20:.3g} MiB"
 
 
 @dataclass(frozen=True)
@@ -225,12 +235,20 @@ def device_memory(cfg: TrainConfig, family: Any, parts: Parts, ranks: int, bucke
     return memory_by_ranks(cfg, family, parts, [ranks], bucket, batch)[ranks]
 
 
+def swap_of(cfg: TrainConfig, family: Any, parts: Parts) -> SwapPlan | None:
+    """Return which blocks wait on the host; None where none does."""
+    if not cfg.memory.swap_blocks:
+        return None
+    return plan_swap(movable_bytes(family.units(parts), parts.base), cfg.memory.swap_blocks)
+
+
 def memory_by_ranks(
     cfg: TrainConfig, family: Any, parts: Parts, counts: Iterable[int], bucket: Bucket, batch: int
 ) -> dict[int, DeviceMemory]:
     """Do so for several numbers of ranks. The step is that of a whole model, less what sharding takes off."""
     largest, live = stage_shares(cfg, family, parts.root) if cfg.training.pipeline_stages > 1 else (0.0, 1.0)
-    items = {ranks: tuple(needs(cfg, parts, ranks, largest)) for ranks in counts}
+    swap = swap_of(cfg, family, parts)
+    items = {ranks: tuple(needs(cfg, parts, ranks, largest, swap)) for ranks in counts}
     shards = {ranks: shard_size(cfg, ranks) for ranks in items}
     root, training = parts.root.to("meta"), cfg.training
     moving = trained(root)
