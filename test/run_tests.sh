@@ -77,6 +77,7 @@ for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT 
     ASCEND_DEVICE_ID ${!PET_@} ${!TORCHELASTIC_@}; do
     unset "$name"
 done
+export DIFFTRAIN_TESTS=$$ # what all tiers fork processes from stays as long as this one: test/support/warm.py
 export HF_HUB_OFFLINE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PATH="$venv/bin:$PATH"
 

@@ -6,18 +6,19 @@ when; what that takes; memory, of which a fork begins with the host's; the paren
 the order of one of two hosts, in turn. What is no plain command of this Python, or has an environment that imports read
 (READ_AT_IMPORT), starts cold by itself. Under test/simulated_npu/run the hosts have imported torch_npu, and touched no
 device. torchrun and accelerate start their ranks from a host of their own: they are its descendants.
+
+What is imported is imported once for the workers of pytest, and for the tiers of one test/run_tests.sh: warm_host.py.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
+import errno
+import hashlib
 import io
 import itertools
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -26,13 +27,11 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-LIBRARY = Path(__file__).resolve().parents[2] / "library"
-LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
+FORKS = Path(__file__).with_name("warm_host.py")
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
                   "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
 # of these names, what is looked at when it is needed
@@ -41,19 +40,17 @@ READ_LATER = {"PYTHONPATH", "HF_TOKEN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCEND
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SEEDS = ("1", "2")  # PYTHONHASHSEED of the hosts
 SIMULATED = "SIMULATED_NPU_LIBRARIES"  # test/simulated_npu/run sets it
+SHARED_BY = "DIFFTRAIN_TESTS"  # the process, by its id, while which hosts stay: test/run_tests.sh sets it
 HOST = "rank-host"  # what the process that ranks are forked from calls itself
 LARGEST = 1 << 20  # bytes of a message
 PATIENCE_S = 120.0  # for a host to import
 
 
-# ------------------------------------------------------------------ the caller's side
-
-
 class Host:
     """A process to fork from. What is forked stays a zombie until its exit code is asked for, as a child does."""
 
-    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        self._channel, self._process, self._lock = channel, process, threading.Lock()
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lock = channel, threading.Lock()
         self._codes: dict[int, int] = {}
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: str, streams: Sequence[int]) -> int:
@@ -208,220 +205,67 @@ def is_warm(words: Sequence[str], env: Mapping[str, str]) -> bool:
 
 def _next_host() -> Host:
     """Return the host whose turn it is; they end with this process."""
-    if not _hosts:
+    if not _base:
         _base.update(os.environ)
-        _hosts.extend(map(_started, SEEDS))
-    return _hosts[next(_turns) % len(_hosts)]
+        for seed in SEEDS:  # side by side
+            _import_for_all(seed)
+    at = next(_turns) % len(SEEDS)
+    if at == len(_hosts):
+        _hosts.append(_connected(SEEDS[at]))
+    return _hosts[at]
 
 
-def _started(seed: str) -> Host:
-    ours, theirs = _pair()
-    path = () if SIMULATED in os.environ else ("PYTHONPATH",)  # where torch_npu lies, and what makes its devices
-    env = {name: value for name, value in os.environ.items() if name not in path} | SINGLE
-    # hubs' libraries put their own folders below it where they are imported: those of no user
-    nobody = str(Path(tempfile.gettempdir()) / "difftrain-tests-without-cache")
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, env={**env, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": nobody}, start_new_session=True,
-    )  # fmt: skip
-    theirs.close()
-    return Host(ours, process)
+def _connected(seed: str) -> Host:
+    """Return a host of one's own, forked from what has imported."""
+    for _ in range(3):
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+        with contextlib.suppress(ConnectionError):
+            channel.connect(_address(seed))
+            if select.select([channel], [], [], PATIENCE_S)[0] and channel.recv(LARGEST):
+                return Host(channel)
+        channel.close()  # it has ended, or another process is about to start it
+        time.sleep(0.1)
+        _import_for_all(seed)
+    raise RuntimeError("the process to fork from does not start")
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _address(seed: str) -> str:
+    """Name a socket of this session, of processes with such an environment; the name ends with who listens."""
+    session, read = _session(), sorted(item for item in _base.items() if item[0].startswith(READ_AT_IMPORT))
+    key = json.dumps([session, seed, str(FORKS), sys.executable, read])
+    return f"\0difftrain-{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def _session() -> str:
+    """Return the process while which hosts stay: that of all tiers, of all workers of one, or this."""
+    return os.environ.get(SHARED_BY) or str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+
+
+def _import_for_all(seed: str) -> None:
+    """Start what imports, listens, and ends with the session; unless another has begun to."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(_address(seed))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return
+        listener.listen(64)  # who connects before all is imported waits
+        path = () if SIMULATED in os.environ else ("PYTHONPATH",)  # where torch_npu lies, and what makes its devices
+        env = {name: value for name, value in os.environ.items() if name not in path} | SINGLE
+        # hubs' libraries put their own folders below it where they are imported: those of no user
+        nobody = str(Path(tempfile.gettempdir()) / "difftrain-tests-without-cache")
+        subprocess.Popen(
+            [sys.executable, str(FORKS), str(listener.fileno()), _session()], pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            env={**env, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": nobody},
+        )  # fmt: skip
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
     """Make two ends of a channel that keeps messages apart, and takes a whole environment in one."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
     return ends
-
-
-# ------------------------------------------------------------------ the host's side
-
-
-def serve(channel: socket.socket) -> None:
-    """Fork what is asked for until nobody asks any more; return in each forked process, its command in place."""
-    running: set[int] = set()
-    while True:
-        for pid in list(running):
-            # it stays a zombie, so that its number is nobody else's, until the caller knows how it ended
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                running.discard(pid)
-                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                channel.send(json.dumps({"pid": pid, "code": code}).encode())
-        if not select.select([channel], [], [], 0.005 if running else None)[0]:
-            continue
-        content, streams, _, _ = socket.recv_fds(channel, LARGEST, 3)
-        if not content:
-            os._exit(0)
-        message = json.loads(content)
-        if "collect" in message:
-            os.waitpid(message["collect"], 0)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _become(message, streams)
-            finally:
-                channel.send(json.dumps({"pid": os.getpid()}).encode())
-                channel.close()
-            return
-        for stream in streams:
-            os.close(stream)
-        running.add(pid)
-
-
-def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
-    """Take on a request's session, streams, folder, environment and arguments."""
-    os.setsid()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    for stream in streams:
-        os.close(stream)
-    os.chdir(request["cwd"])
-    for name in set(os.environ) - set(request["env"]):
-        del os.environ[name]
-    os.environ.update(request["env"])
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if SIMULATED in os.environ and os.environ.get("SIMULATED_NPU_COUNTS"):
-        from simulator import install
-
-        atexit.register(install._write_counts)  # as its import does
-    words = request["words"][1:]
-    if words[0] == "-u":
-        words = words[1:]
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)
-    sys.argv = words
-
-
-def run() -> None:
-    """Run sys.argv as Python would."""
-    if sys.argv[0] == "-c":
-        code, sys.argv = sys.argv[1], ["-c", *sys.argv[2:]]
-        main = types.ModuleType("__main__")
-        sys.modules["__main__"] = main
-        sys.path.insert(0, "")
-        exec(compile(code, "<string>", "exec"), main.__dict__)
-    elif sys.argv[0] == "-m":
-        name, sys.argv = sys.argv[1], sys.argv[1:]
-        sys.path.insert(0, str(Path.cwd()))
-        if name in LAUNCHERS:
-            _fork_ranks()
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def run_and_leave() -> NoReturn:
-    """Run sys.argv and end as Python would, but leave its modules to the system: taking them apart costs half a second."""
-    code: Any = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = end.code
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-        if isinstance(error, KeyboardInterrupt):
-            code = -signal.SIGINT
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-    atexit._run_exitfuncs()
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
-            stream.flush()
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit((code or 0) & 0xFF)
-
-
-def _fork_ranks() -> None:
-    """Let torchrun fork its ranks: from a child of its own that was made before it has threads."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
-    ours, theirs = _pair()
-    if os.fork() == 0:
-        ours.close()
-        os.setpgid(0, 0)  # a signal to torchrun's group is not meant for it; it ends with torchrun
-        _call_oneself(HOST)
-        del sys.path[0]
-        serve(theirs)
-        _call_oneself("python")
-        run_and_leave()
-    theirs.close()
-    host, cold = Host(ours), SubprocessHandler._popen
-    own = dict(os.environ)
-
-    def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        _base.update(own)
-        if not is_warm(args, env):
-            return cold(self, args, env)
-        out, err = (stream.fileno() if stream else number for number, stream in ((1, self._stdout), (2, self._stderr)))
-        return Forked(host, args, host.fork(args, env, str(Path.cwd()), [0, out, err]), None)
-
-    SubprocessHandler._popen = forked
-
-
-def _call_oneself(name: str) -> None:
-    Path("/proc/self/comm").write_text(name)
-
-
-def _import() -> None:
-    """Import what a run of any family does, after what every door does before it imports."""
-    gc.disable()  # until all is imported, which takes a sixth less so
-    sys.path.insert(0, str(LIBRARY))
-    from difftrain.config.hidden_imports import defer_scipy, hold_back
-    from difftrain.device.choice import calm_threads, hold_autoload
-
-    hold_back()
-    hold_autoload()
-    calm_threads()
-
-    if SIMULATED in os.environ:
-        import torch_npu  # noqa: F401  # which touches no device
-    defer_scipy()
-    import diffusers
-    import transformers
-
-    import difftrain.config.parse_flags
-    import difftrain.config.parse_keys
-    import difftrain.engine.native
-    import difftrain.models.export
-    import difftrain.models.families.sd3.family
-    import difftrain.models.families.sdxl
-    import difftrain.train.door
-    import difftrain.train.run  # noqa: F401
-    from difftrain.models.text.clip_tokens import PAD_1, PAD_2
-    from difftrain.models.text.tokenize import small_clip, small_t5
-    from difftrain.report import peaks
-
-    for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
-                 "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
-        getattr(diffusers, name)
-    for name in ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"):
-        getattr(transformers, name)
-    for size, pad in ((834, PAD_1), (674, PAD_2)):  # the vocabularies of the tiny sizes, learned once
-        small_clip(size, pad)
-    small_t5(384)
-    peaks.CPU_BUDGET_S = 0.02  # a figure of no interest here, at the end of every run
-    sys.path.remove(str(LIBRARY))
-    sys.stdout.flush()
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
-
-
-if __name__ == "__main__":
-    made = socket.socket(fileno=int(sys.argv[1]))
-    del sys.path[0]
-    _import()
-    serve(made)
-    run_and_leave()
