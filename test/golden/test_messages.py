@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from difftrain.config.spellings.spelling import Door, option, speaking, spelled
@@ -52,6 +53,7 @@ def test_the_page_shows_every_door() -> None:
     assert lines[made + 2] == "  train_text_to_image.py: has no effect: --num_train_epochs wins"
 
 
+@cache
 def page() -> str:
     """Return the page: a heading for each file, a line for each sentence."""
     parts: list[str] = []

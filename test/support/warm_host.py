@@ -205,9 +205,13 @@ def _import() -> None:
     import difftrain.models.families.sdxl
     import difftrain.train.door
     import difftrain.train.run  # noqa: F401
+    from difftrain.config import TrainConfig
+    from difftrain.diffusion.draws import normal
+    from difftrain.models.registry import make_family
     from difftrain.models.text.clip_tokens import PAD_1, PAD_2
     from difftrain.models.text.tokenize import small_clip, small_t5
     from difftrain.report import peaks
+    from difftrain.report.environment import versions
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
@@ -217,6 +221,11 @@ def _import() -> None:
     for size, pad in ((834, PAD_1), (674, PAD_2)):  # the vocabularies of the tiny sizes, learned once
         small_clip(size, pad)
     small_t5(384)
+    for name in ("sdxl", "sd3"):  # their tiny parts are built once, and copied afterwards
+        tiny = TrainConfig.model_validate({"model": {"family": name, "init_from_config": "tiny"}})
+        make_family(tiny).load(meta=True)
+    normal(0, b"", 0, "", (1,))  # makes its table
+    versions()
     peaks.CPU_BUDGET_S = 0.02  # a figure of no interest here, at the end of every run
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()

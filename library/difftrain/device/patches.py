@@ -8,6 +8,7 @@ is no longer needed is noticed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -206,6 +207,7 @@ def _known(row: Patch) -> bool:
     return versions.numbers(first) <= _installed(row.package) < versions.numbers(beyond)
 
 
+@functools.cache  # each family that is built asks
 def _installed(package: str) -> tuple[int, ...]:
     """Return a package's version as numbers; none of them where it is missing."""
     try:

@@ -141,6 +141,7 @@ def fill(
         names.setdefault(id(param), []).append(name)
 
     # each value goes under all names of its parameter
+    owners = dict(module.named_modules(remove_duplicate=False))
     few_bits = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, QuantisedLayer)}
     for name, value in weights:
         shape = waiting[name]
@@ -159,7 +160,7 @@ def fill(
             kind = dtype if isinstance(dtype, torch.dtype) else dtype(name)
         # a view of the file's map costs no memory that something else needs
         stays = mapped(name) and value.dtype == kind and value.is_contiguous()
-        _assign(module, alike, value if stays else value.to(kind, copy=True).contiguous())
+        _assign(owners, alike, value if stays else value.to(kind, copy=True).contiguous())
         for layer in alike:
             waiting.pop(layer, None)
 
@@ -171,19 +172,20 @@ def fill(
 
 def hollow_dtype(module: nn.Module, dtype: Callable[[str], torch.dtype]) -> None:
     """Give parameters without memory the dtype that they will have; buffers and tables stay as they are."""
+    owners = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if parameter.is_floating_point() and parameter.dtype != dtype(name):
-            owner = module.get_submodule(name.rpartition(".")[0])
+            owner = owners[name.rpartition(".")[0]]
             replaced = torch.nn.Parameter(parameter.detach().to(dtype(name)), requires_grad=parameter.requires_grad)
             owner._parameters[name.rpartition(".")[2]] = replaced
 
 
-def _assign(module: nn.Module, names: Iterable[str], value: Tensor) -> None:
-    """Put a value in place of one parameter or buffer, under all its names."""
+def _assign(owners: Mapping[str, nn.Module], names: Iterable[str], value: Tensor) -> None:
+    """Put a value in place of one parameter or buffer, under all its names. owners: modules by their names."""
     param: torch.nn.Parameter | None = None
     for name in names:
         owner_name, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner = owners[owner_name]
         if leaf in owner._parameters:
             old = owner._parameters[leaf]
             trained = old is None or old.requires_grad

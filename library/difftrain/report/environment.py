@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -49,13 +50,17 @@ def versions(device: dict[str, Any] | None = None) -> dict[str, str]:
     device: what Device.describe() says; what it knows of drivers and libraries is taken over.
     """
     installed = {"difftrain": difftrain.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    installed |= {package: version for package in PACKAGES if (version := _version(package))}
     installed |= {key: str(value) for key, value in (device or {}).items() if value and key not in NO_VERSIONS}
     return installed
+
+
+@functools.cache  # every report of a run asks
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def code_version(folder: Path | None = None) -> str:
