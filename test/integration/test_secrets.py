@@ -70,7 +70,9 @@ def test_no_token_is_left_behind(way: str, door: Door, hook: Webhook, tmp_path: 
         env = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "DIFFTRAIN_WEBHOOK_URL": hook.url}
     (tmp_path / "prompts.txt").write_text("a picture\n")
     more += ["--sample_at_first", f"--sample_prompts={tmp_path / 'prompts.txt'}", "--metadata_title=mine"]
-    flags = door.flags(out, *more, "--max_data_loader_n_workers=1", "--save_every_n_steps=10", steps=20)
+    flags = door.flags(
+        out, *more, "--max_data_loader_n_workers=1", "--save_every_n_steps=2", steps=12 if way == "flag" else 3
+    )
     # where no flag holds one, no command line can show it: a fork will do
     cold = {"popen": subprocess.Popen} if way == "flag" else {}
     process = door._start(door.command(flags), XDG_CACHE_HOME=str(tmp_path / "cache"), **cold, **env)

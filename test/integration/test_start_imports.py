@@ -36,9 +36,10 @@ def test_describing_encoders_imports_no_class() -> None:
 def test_sdxls_source_imports_no_class_of_an_encoder() -> None:
     """What a start with a whole cache asks of encoders: sizes, counts, and what decides."""
     code = (
-        f"import sys; sys.path[:0] = [{str(LIBRARY)!r}, {str(LIBRARY.parent / 'test' / 'support')!r}]\n"
-        "from sdxl import source\n"
-        "made = source()\n"
+        f"import sys; sys.path.insert(0, {str(LIBRARY)!r})\n"
+        "from difftrain.config import TrainConfig\n"
+        "from difftrain.models.registry import make_family\n"
+        "made = make_family(TrainConfig.model_validate({'model': {'family': 'sdxl', 'init_from_config': 'tiny'}})).source\n"
         "told = [(made.decisive(part), made.count(part)) for part in ('vae', 'text_encoder_1', 'text_encoder_2')]\n"
         "ends = ('clip.modeling_clip', 'autoencoders.autoencoder_kl')\n"
         "assert len(told) == 3 and not [name for name in sys.modules if name.endswith(ends)]"
