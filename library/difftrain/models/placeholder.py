@@ -166,7 +166,7 @@ def fill(
 
     if waiting:
         raise ValueError(f"{len(waiting)} weights are missing: {', '.join(list(waiting)[:5])}")
-    _fill_buffers(module)
+    _fill_buffers(module, owners)
     return module
 
 
@@ -205,10 +205,10 @@ _BUFFERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _fill_buffers(module: nn.Module) -> None:
+def _fill_buffers(module: nn.Module, owners: Mapping[str, nn.Module]) -> None:
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
             leaf = name.rpartition(".")[2]
             if leaf not in _BUFFERS:
                 raise NotImplementedError(f"no rule makes the buffer {name} of {type(module).__name__}")
-            _assign(module, [name], _BUFFERS[leaf](buffer))
+            _assign(owners, [name], _BUFFERS[leaf](buffer))
