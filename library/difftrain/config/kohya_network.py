@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MODULE = "?adapter.module"
 OFF_AT_ZERO = (MODULE, "?adapter.dim")  # where 0 or nothing stands in a file of settings, no adapter is asked for
+_FP8 = "model.fp8_frozen"
 _DIM, _ALPHA = 4, 1.0  # where nobody says them
 _LORA = ("networks.lora", "networks.lora_fa", "lycoris.kohya")
 _OTHERS = {
@@ -90,6 +91,12 @@ def apply(out: Resolution) -> None:
     elif files:
         words_of = [f"{file}:{scale}" for file, scale in zip(files, [*scales, *["1.0"] * len(files)])]
         out.set("adapter.fuse_adapters", words_of, "?adapter.base")
+
+    # --- few bits: of what is only held nothing wide is kept, unless something is added to it
+    if out.values.get(_FP8) and not files:
+        out.set("model.base_dtype", "fp8", _FP8)
+        if out.pop(_FP8) == "all" and not out.values.get("model.train_text_encoder"):
+            out.note(MODULE, "text encoders stay as they are: --fp8_base stores what adapters are put into")
 
 
 _RATIOS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")

@@ -96,6 +96,22 @@ def test_adapters_that_are_added_first(line: list[str], tmp_path: Path) -> None:
     assert config(line, MODULE, *words).adapter.fuse_adapters == (f"{tmp_path}/a:0.5", f"{tmp_path}/b:1.0")
 
 
+@pytest.mark.flags("fp8_base", "fp8_base_unet")
+def test_an_fp8_base_is_one_of_which_nothing_wide_is_kept(line: list[str], tmp_path: Path) -> None:
+    for flag in ("--fp8_base", "--fp8_base_unet"):
+        model = config(line, MODULE, flag).model
+        assert (model.base_dtype, model.fp8_frozen) == ("fp8", None)
+    assert (
+        config(
+            line, "--fp8_base", "--learning_rate=0", "--train_text_encoder", "--learning_rate_te1=1e-5"
+        ).model.fp8_frozen
+        == "all"
+    )
+    (tmp_path / "a").touch()
+    added = config(line, MODULE, "--fp8_base", "--base_weights", f"{tmp_path}/a").model
+    assert (added.base_dtype, added.fp8_frozen) == (None, "all"), "what is added to must be wide"
+
+
 def write(path: Path, rows: dict[str, tuple[str, list[int], bytes]]) -> Path:
     header, data = dict[str, Any](), b""
     for name, (dtype, shape, raw) in rows.items():
