@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from difftrain.config.door import enter, print_notes
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
 from difftrain.config.rules import engine, objective, paths
+from difftrain.config.rules.adapter import scaled
 from difftrain.config.rules.optimizer import one_of
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
@@ -301,19 +302,16 @@ def request_of(parsed: Parsed, resolved: Parsed, source: WeightsPath) -> Generat
     )
 
 
-def adapters_of(texts: Any) -> tuple[Any, ...]:
-    """Read FILE[:SCALE], each."""
+def adapters_of(texts: Iterable[str]) -> tuple[Any, ...]:
+    """Read FILE[:SCALE], each. Raises ConfigFault where what is behind the colon of a file is no number."""
     from difftrain.models.weights.adapter_files import AdapterChoice
 
-    choices = []
-    for text in texts:
-        path, _, scale = text.rpartition(":")
-        try:
-            choices.append(AdapterChoice(Path(path), float(scale), "--adapter") if path else None)
-        except ValueError:
-            choices.append(None)
-        choices[-1] = choices[-1] or AdapterChoice(Path(text), 1.0, "--adapter")
-    return tuple(choices)
+    words = [(text, *scaled(text)) for text in texts]
+    if unread := [text for text, _, scale in words if scale is None]:
+        raise ConfigFault(
+            [Fault("--adapter", f"{text!r} has no number behind its colon", "FILE:0.8") for text in unread]
+        )
+    return tuple(AdapterChoice(Path(path), float(scale or 0), "--adapter") for _, path, scale in words)
 
 
 def _help() -> str:

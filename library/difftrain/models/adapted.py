@@ -6,7 +6,6 @@ LoRA is written in every layout that other programs read (models/weights/adapter
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,12 +19,11 @@ from difftrain.config.rules.adapter import scaled
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.weights.adapter_export import facts_of, write_adapter, write_layout
-from difftrain.models.weights.adapter_files import PEFT_CONFIG, PEFT_FILE, AdapterChoice, merge_adapter, read_adapter
+from difftrain.models.weights.adapter_export import facts_of, write_adapter, write_layout, write_peft
+from difftrain.models.weights.adapter_files import Adapter, AdapterChoice, merge_adapter, read_adapter
 from difftrain.models.weights.adapter_layouts import AdapterLayouts, LayerKey, LoraPair
 from difftrain.models.weights.fingerprints import hashed
 from difftrain.models.weights.folder_export import new_folder
-from difftrain.models.weights.writers import safetensors_writer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,8 +53,10 @@ def export_adapter(
         for part, named in tensors.items():
             layers = list(adapted_layers(parts.root.get_submodule(part)))
             folder = aside if part == family.denoiser else aside / family.folder(part)
-            folder.mkdir(exist_ok=True)
-            _write_peft(family, named, layers, folder, dtype, metadata)
+            plain = {name.replace(f".{ADAPTER}", ""): value.to(dtype or value.dtype) for name, value in named.items()}
+            # target_modules is one expression of whole names: entries of a list mean ends, too
+            config = kind_of(section).config(section, ranks_of(section, layers)).to_dict()
+            write_peft(folder, plain, config, {"format": "pt", **metadata})
     return path
 
 
@@ -125,15 +125,19 @@ def fused_fingerprints(cfg: TrainConfig) -> dict[str, str]:
     return made
 
 
-def existing_values(family: BaseFamily, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def existing_adapter(family: BaseFamily) -> Adapter:
+    """Read the adapter that training goes on from. Raises ConfigFault."""
+    path = Path(expanded(family.cfg.adapter.init_from_existing or ""))
+    return read_adapter(AdapterChoice(path, 1.0, option("adapter.init_from_existing")), family)
+
+
+def existing_values(family: BaseFamily, part: str, module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's factors as the file has them that training goes on from, by their names in a part.
 
     What the file says of alpha goes into the second factor where it is another. Raises ConfigFault where layers or ranks
     are not those of the configuration.
     """
-    section = family.cfg.adapter
-    choice = AdapterChoice(Path(expanded(section.init_from_existing or "")), 1.0, option("adapter.init_from_existing"))
-    adapter, layouts = read_adapter(choice, family), AdapterLayouts(family)
+    section, layouts = family.cfg.adapter, AdapterLayouts(family)
     folder, layers = family.folder(part), adapted_layers(module)
     ranks, differing, known = ranks_of(section, list(layers)), [], set()
     for name in layers:
@@ -156,27 +160,18 @@ def existing_values(family: BaseFamily, part: str, module: nn.Module) -> Iterato
     if differing:
         what = f"{adapter.path} is of other layers or ranks: {'; '.join(differing[:3])}"
         what += f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise ConfigFault([Fault(choice.flag, what, "give rank, target_modules and rank_pattern as it has them")])
+        raise ConfigFault(
+            [
+                Fault(
+                    option("adapter.init_from_existing"),
+                    what,
+                    "give rank, target_modules and rank_pattern as it has them",
+                )
+            ]
+        )
 
 
-# --- PEFT's own files, and what is said at start
-
-
-def _write_peft(
-    family: BaseFamily, tensors: Mapping[str, Tensor], layers: list[str], folder: Path, dtype: torch.dtype | None,
-    metadata: Mapping[str, str],
-) -> None:  # fmt: skip
-    """Write what peft's own `save_pretrained` writes of one network."""
-    section = family.cfg.adapter
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": value for name, value in tensors.items()}
-    shapes = {name: (dtype or value.dtype, tuple(value.shape)) for name, value in named.items()}
-    with safetensors_writer(folder / PEFT_FILE, shapes, {"format": "pt", **metadata}) as writer:
-        for name, value in named.items():
-            writer.write(name, value)
-    config: dict[str, Any] = kind_of(section).config(section, ranks_of(section, layers)).to_dict()
-    config["inference_mode"] = True  # target_modules is one expression of whole names: entries of a list mean ends, too
-    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-    (folder / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+# --- what is said at start
 
 
 def adapter_notes(family: BaseFamily, root: DenoiserRoot) -> list[str]:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,14 @@ from difftrain.contracts import (
 )
 from difftrain.device.quantised import Stored
 from difftrain.models import base_weights, passes, placeholder, speedups, stages, vision
-from difftrain.models.adapted import adapter_notes, existing_values, export_adapter, fuse, fused_fingerprints
+from difftrain.models.adapted import (
+    adapter_notes,
+    existing_adapter,
+    existing_values,
+    export_adapter,
+    fuse,
+    fused_fingerprints,
+)
 from difftrain.models.base import BaseFamily
 from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
 from difftrain.models.root import DenoiserRoot
@@ -48,6 +55,8 @@ from difftrain.models.vae.latents import control_encoder, decode, latents_encode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from difftrain.models.weights.adapter_files import Adapter
 
 
 class ModelFamily(BaseFamily):
@@ -342,12 +351,14 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
     parts.notes += [*family.freeze(parts, root), *adapter_notes(family, root)]
     parts.notes += base_weights.quantise(family, parts)
 
+    existing = cache(partial(existing_adapter, family))  # one file has the layers of all parts
+
     def load_root() -> None:
         base = frozenset(parts.base)
         for part in inside:
             # what is added to must be memory of its own
             mapped = lambda name, part=part: f"{part}.{name}" in base and not cfg.adapter.fuse_adapters  # noqa: E731
-            weights = with_adapters(family, part, modules[part], source.weights(part, plain[part]))
+            weights = with_adapters(family, part, modules[part], source.weights(part, plain[part]), existing)
             fill(modules[part], weights, partial(family.storage_dtype, part), mapped=mapped)
         parts.notes += fuse(family, root)
 
@@ -390,16 +401,20 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
 
 
 def with_adapters(
-    family: BaseFamily, part: str, module: nn.Module, weights: Iterable[tuple[str, Tensor | Stored]]
-) -> Iterator[tuple[str, Tensor | Stored]]:
-    """Give the weights of a part under the names that they have beside adapters, and then those of the adapters."""
+    family: BaseFamily, part: str, module: nn.Module, weights: Iterable[tuple[str, Tensor | Stored]],
+    existing: Callable[[], Adapter],
+) -> Iterator[tuple[str, Tensor | Stored]]:  # fmt: skip
+    """Give the weights of a part under the names that they have beside adapters, and then those of the adapters.
+
+    existing: reads the adapter that training goes on from.
+    """
     section, layers = family.cfg.adapter, adapted_layers(module)
     if not layers:
         yield from weights
         return
     yield from ((inside_name(name, layers), value) for name, value in weights)
     if section.init_from_existing:
-        yield from existing_values(family, part, module)
+        yield from existing_values(family, part, module, existing())
     else:
         yield from initial_values(module, section, part, family.source.seed)
 

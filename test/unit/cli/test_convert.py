@@ -8,10 +8,12 @@ import pytest
 import torch
 from adapters import assert_same, pairs_of, read_back, written
 from families import config, exported, loaded
+from refusals import is_about
 from safetensors.torch import load_file, save_file
 
 from difftrain.cli import main
 from difftrain.cli.convert import read
+from difftrain.cli.generate import adapters_of
 from difftrain.contracts import ConfigFault
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
 from difftrain.models.weights.adapter_layouts import LoraPair
@@ -166,3 +168,15 @@ def test_an_adapter_is_taken_out_of_the_model_that_it_was_merged_into(
     assert "100.0% of the squared" not in capsys.readouterr().err
     assert main([*line[:1], f"--extract_from={base}", *line[2:], "--rank=2"]) == 2
     assert "--extract_from" in capsys.readouterr().err
+
+
+def test_a_scale_stands_behind_the_last_colon_of_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a:2").touch()
+    (tmp_path / "b").touch()
+    words = [f"{tmp_path}/a:2", f"{tmp_path}/a:2:0.5", f"{tmp_path}/b:0.25", "owner/name"]
+    assert [(str(choice.path), choice.scale) for choice in adapters_of(words)] == [
+        (words[0], 1.0), (words[0], 0.5), (f"{tmp_path}/b", 0.25), ("owner/name", 1.0),
+    ]  # fmt: skip
+    with pytest.raises(ConfigFault) as refused:
+        adapters_of([f"{tmp_path}/b:x"])
+    assert is_about(refused.value.faults[0], "--adapter", f"{tmp_path}/b:x")

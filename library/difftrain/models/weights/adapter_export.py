@@ -150,11 +150,20 @@ def _write_peft(layouts: AdapterLayouts, pairs: Pairs, facts: AdapterFacts, path
     for folder, own in _by_folder(pairs).items():
         tensors, settings = _settings(layouts, folder, own, facts)
         here = path if folder == layouts.denoiser else path / folder
-        here.mkdir(parents=True, exist_ok=True)
-        _write(here / PEFT_FILE, {PEFT_PREFIX + key: value for key, value in tensors.items()}, _header(facts))
-        config = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True,
-                  "bias": "none", **settings}  # fmt: skip
-        (here / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        config = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none", **settings}
+        write_peft(here, tensors, config, _header(facts))
+
+
+def write_peft(folder: Path, tensors: Tensors, config: Mapping[str, Any], header: Mapping[str, str]) -> None:
+    """Write the two files of PEFT's own `save_pretrained` of one network, of any kind of adapter.
+
+    tensors: by layer and PEFT's name, in the dtype of the file. config: what peft's configuration of the kind is made with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / PEFT_FILE, {PEFT_PREFIX + key: value for key, value in tensors.items()}, dict(header))
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    text = json.dumps({**plain, "inference_mode": True}, indent=2, sort_keys=True, default=str)
+    (folder / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def _write_comfyui(layouts: AdapterLayouts, pairs: Pairs, facts: AdapterFacts, path: Path) -> None:
