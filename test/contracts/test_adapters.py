@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import Tiny, bucket_of, config, exported, loaded, made, trained_once
+from refusals import is_about
+from safetensors.torch import load_file, save
 
 from difftrain.adapters import KINDS, adapted_layers, is_adapter, plain_name
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
+from difftrain.models import adapted as adapted_models
 from difftrain.models.registry import FAMILIES
+from difftrain.models.weights.adapter_files import AdapterChoice
+from difftrain.models.weights.peft_merge import kind_in, merge_by_peft
 
 # layers whose outputs are computed and thrown away: their gradient is there, and exactly zero
 SILENT = dict.fromkeys(
@@ -172,11 +178,17 @@ def exported_lora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return own, exported(own, folder)
 
 
-def test_an_export_goes_on_as_it_was(exported_lora: tuple[Tiny, Path]) -> None:
+def test_an_export_goes_on_as_it_was(exported_lora: tuple[Tiny, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     own, folder = exported_lora
+    reads: list[Path] = []
+    read = adapted_models.read_adapter
+    monkeypatch.setattr(
+        adapted_models, "read_adapter", lambda choice, family: reads.append(choice.path) or read(choice, family)
+    )
     model = {"train_text_encoder": True} if own.family.name == "sdxl" else {}
     section = LORA | {"alpha": 3.0, "rank_pattern": {"to_v": 3}, "init_from_existing": str(folder)}
     again = adapted(own.family.name, section, **model)
+    assert reads == [folder], "once, whatever number of parts has an adapter"
     stored = dict(own.parts.root.named_parameters())
     names = [key for key in stored if is_adapter(key)]
     assert names and all(torch.equal(again.parts.root.get_parameter(key), stored[key]) for key in names)
@@ -219,18 +231,50 @@ def test_an_adapter_of_other_layers_or_ranks_is_named(
     assert fault.where == option("adapter.init_from_existing") and says in fault.what and str(folder) in fault.what
 
 
-@pytest.mark.parametrize("kind", ["dora", "oft"])
-def test_other_kinds_are_exported_as_peft_reads_them(kind: str, tmp_path: Path) -> None:
+def torn(folder: Path) -> bytes:
+    """Return a file of an adapter without its last tensor."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(sorted(tensors)[-1])
+    return save(tensors)
+
+
+@pytest.mark.parametrize("kind", ["dora", "oft", "lokr", "ia3"])
+def test_other_kinds_are_exported_as_peft_reads_them_and_merged(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    own = adapted("flux", {"type": kind, "rank": 2})
+    own = adapted("flux", {"type": kind} | ({} if kind == "ia3" else {"rank": 2}))
     trained_once(own)
+    for key, value in own.parts.root.named_parameters():
+        if ".ia3_l." in key:  # a factor of 1 for all outputs changes nothing
+            value.data.add_(torch.linspace(-0.5, 0.5, value.numel()).view(value.shape))
     plain = loaded(config("flux"))
     with torch.no_grad():
         for key, value in plain.parts.root.named_parameters():
             value.copy_(own.parts.root.get_parameter(inside(own, key)))
         inputs = own.inputs()
         expected = own.family.forward(own.parts.root, inputs)[0]
-        read = PeftModel.from_pretrained(plain.net, exported(own, tmp_path / "mine"))
+        folder = exported(own, tmp_path / "mine")
+        before, keys = plain.family.forward(plain.parts.root, inputs)[0], list(plain.parts.root.state_dict())
+
+        # --- merged: the model's own layers, with other weights; and nothing where it does not fit
+        kept = {key: value.clone() for key, value in plain.parts.root.state_dict().items()}
+        where = {plain.family.folder(plain.family.denoiser): plain.net}
+        assert kind_in(folder)
+        if kind in ("oft", "ia3"):
+            with pytest.raises(ConfigFault) as refused:
+                merge_by_peft(AdapterChoice(folder, 0.5, "--adapter"), plain.family, where)
+            assert is_about(refused.value.faults[0], "--adapter", "0.5")
+        (shutil.copytree(folder, tmp_path / "torn") / "adapter_model.safetensors").write_bytes(torn(folder))
+        with pytest.raises(ConfigFault, match="does not fit"):
+            merge_by_peft(AdapterChoice(tmp_path / "torn", 1.0, "--adapter"), plain.family, where)
+        assert all(torch.equal(value, kept[key]) for key, value in plain.parts.root.state_dict().items())
+        merge_by_peft(AdapterChoice(folder, 1.0, "--adapter"), plain.family, where)
+        after = plain.family.forward(plain.parts.root, inputs)[0]
+        assert list(plain.parts.root.state_dict()) == keys and not torch.allclose(after, before, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+        plain.parts.root.load_state_dict(kept)
+
+        # --- and read by PEFT
+        read = PeftModel.from_pretrained(plain.net, folder)
         assert set(adapted_layers(read.get_base_model())) == set(adapted_layers(own.net))
         torch.testing.assert_close(plain.family.forward(plain.parts.root, inputs)[0], expected, rtol=1e-5, atol=1e-5)

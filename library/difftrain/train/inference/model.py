@@ -27,6 +27,7 @@ from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS
 from difftrain.models.placeholder import DTYPES, fill
 from difftrain.models.registry import make_family
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
+from difftrain.models.weights.peft_merge import kind_in, merge_by_peft
 from difftrain.optim.state import NamedState, merge_states
 from difftrain.train.averages import HALF, PLAIN, POWER, UPDATES, percent
 from difftrain.train.run import attend
@@ -100,7 +101,8 @@ def load_model(
         for part in family.parts
     }
     for choice in adapters:
-        model.notes.append(merge_adapter(choice, family, modules))
+        merge = merge_by_peft if kind_in(choice.path) else merge_adapter
+        model.notes.append(merge(choice, family, modules))
     if adapters:
         model.about["adapters"] = [{"file": adapter.path.name, "scale": adapter.scale} for adapter in adapters]
 
