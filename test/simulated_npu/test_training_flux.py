@@ -9,6 +9,7 @@ from npu_runs import Runner, Trained, toml_runner
 
 STEPS = 12
 BLOCKS = 4  # two joint, two single
+LORA = ("--adapter.type=lora", "--adapter.rank=4", "--adapter.scale_weight_norms=1", "--adapter.loraplus_lr_ratio=4")
 CACHED = ("--cache.latents=true", "--cache.text=true")
 
 
@@ -51,9 +52,10 @@ def test_every_attention_is_fused_nothing_falls_back_and_the_host_waits_where_a_
     [
         ((*CACHED, "--model.dtype=bfloat16", "--optimization.activation_checkpointing=true"), 2e-2),
         ((*CACHED, "--model.dtype=bfloat16", "--model.train_only=['attn']"), 2e-2),
+        ((*CACHED, "--model.dtype=bfloat16", "--model.base_dtype=int8", *LORA), 2e-2),
         ((), 1e-4),
     ],
-    ids=["bf16, checkpointed", "held in bf16", "online"],
+    ids=["bf16, checkpointed", "held in bf16", "LoRA over int8", "online"],
 )
 def test_other_doors_train_as_on_the_cpu(train: Runner, flags: tuple[str, ...], rel: float) -> None:
     npu, cpu = train("npu", *flags, steps=3), train("cpu", *flags, steps=3)
