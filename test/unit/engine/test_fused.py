@@ -42,7 +42,15 @@ def peak(engine: NativeEngine) -> int:
 @pytest.mark.parametrize("how", [ONE, {"fused_groups": 4}])
 @pytest.mark.parametrize(
     ("optimizer", "args"),
-    [("AdamW", ()), ("torch.optim.SGD", ("momentum=0.9",)), ("Adafactor", ()), ("torch.optim.RAdam", ())],
+    [
+        ("AdamW", ()),
+        ("torch.optim.SGD", ("momentum=0.9",)),
+        ("Adafactor", ()),
+        ("torch.optim.RAdam", ()),
+        ("GenericOptim", ("momentum_type='sm'", "rank=2")),
+        ("Automagic", ()),
+        ("AdamW8bitKahan", ()),
+    ],  # fmt: skip
 )
 def test_without_clipping_it_is_the_same_training(how, optimizer, args, tmp_path):
     family = TinyFamily(dropout=0.1, terms=2)
