@@ -126,10 +126,20 @@ def test_state_keeps_its_own_width_where_weights_are_halves(tmp_path: Path) -> N
 
 
 @pytest.mark.flags("master_weights")
-@pytest.mark.parametrize("kept", ["stochastic", "kahan"])
-def test_prodigy_resumes_over_weights_of_bf16(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "optimizer"),
+    [
+        ("stochastic", {"type": "Prodigy", **ADAPTIVE}),
+        ("kahan", {"type": "Prodigy", **ADAPTIVE}),
+        ("kahan", {"type": "AdamW8bitKahan"}),
+        ("kahan", {"type": "GenericOptim", "args": ("state_bits=8",)}),
+        ("stochastic", {"type": "Automagic", "learning_rate": 1e-4}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each["type"],
+)
+def test_a_run_over_weights_of_bf16_resumes(kept: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     """Also where nothing is kept beside them, and updates round by chance."""
-    cfg = config({**HALF, "master_weights": kept}, type="Prodigy", **ADAPTIVE)
+    cfg = config({**HALF, "master_weights": kept}, **optimizer)
     straight, resumed = built(cfg), built(cfg)
     losses = run(straight, 0, 3)
     saved(straight, tmp_path)
