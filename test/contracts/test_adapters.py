@@ -265,8 +265,9 @@ def test_other_kinds_are_exported_as_peft_reads_them_and_merged(kind: str, tmp_p
                 merge_by_peft(AdapterChoice(folder, 0.5, "--adapter"), plain.family, where)
             assert is_about(refused.value.faults[0], "--adapter", "0.5")
         (shutil.copytree(folder, tmp_path / "torn") / "adapter_model.safetensors").write_bytes(torn(folder))
-        with pytest.raises(ConfigFault, match="does not fit"):
+        with pytest.raises(ConfigFault) as refused:
             merge_by_peft(AdapterChoice(tmp_path / "torn", 1.0, "--adapter"), plain.family, where)
+        assert is_about(refused.value.faults[0], "--adapter", tmp_path / "torn")
         assert all(torch.equal(value, kept[key]) for key, value in plain.parts.root.state_dict().items())
         merge_by_peft(AdapterChoice(folder, 1.0, "--adapter"), plain.family, where)
         after = plain.family.forward(plain.parts.root, inputs)[0]
