@@ -50,7 +50,7 @@ def peak(engine: NativeEngine) -> int:
         ("GenericOptim", ("momentum_type='sm'", "rank=2")),
         ("Automagic", ()),
         ("AdamW8bitKahan", ()),
-    ],  # fmt: skip
+    ],
 )
 def test_without_clipping_it_is_the_same_training(how, optimizer, args, tmp_path):
     family = TinyFamily(dropout=0.1, terms=2)
