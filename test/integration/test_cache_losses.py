@@ -196,7 +196,10 @@ def test_no_change_meets_a_stale_entry(
     assert counts == before
 
 
-@pytest.mark.parametrize(("part", "encoder"), [("vae", PICTURES), ("text_encoder_2", SECOND)])
+# of each encoder's fingerprint alone: test/unit/models/test_fingerprints.py
+@pytest.mark.parametrize(
+    ("part", "encoder"), [("vae", PICTURES), pytest.param("text_encoder_2", SECOND, marks=pytest.mark.nightly)]
+)
 def test_other_weights_of_the_same_name_size_and_date_are_noticed(
     pictures: Path, tmp_path: Path, part: str, encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
