@@ -15,7 +15,7 @@ from difftrain.config.render.schema import SCHEMAS, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "schemas"
-RECIPES = sorted((ROOT / "configs").glob("*/*.toml"))
+RECIPES = sorted((ROOT / "configs").rglob("*.toml"))
 EXAMPLES = sorted((ROOT / "test/unit/files").glob("train_example_*.toml"))
 
 

@@ -135,7 +135,7 @@ def test_what_it_brings_is_inside_it(scripts: Path, tmp_path: Path) -> None:
     where, *facts = call(scripts / "python", "-c", code, cwd=tmp_path).split()
     assert Path(where).is_relative_to(scripts.parent) and facts == ["accelerate", "False", "False"]
     listed = call(scripts / "python", "-m", "difftrain", "recipes", cwd=tmp_path)
-    assert len(listed.splitlines()) == len(list((ROOT / "configs").glob("*/*.toml"))) - len(data_files())
+    assert len(listed.splitlines()) == len(list((ROOT / "configs").rglob("*.toml"))) - len(data_files())
     done = subprocess.run(
         [scripts / "difftrain", "sdxl", "--config=none"], capture_output=True, text=True, cwd=tmp_path
     )
@@ -144,4 +144,4 @@ def test_what_it_brings_is_inside_it(scripts: Path, tmp_path: Path) -> None:
 
 def data_files() -> list[Path]:
     """Return the files of datasets, which belong to recipes."""
-    return [path for path in (ROOT / "configs").glob("*/*.toml") if b"[[directory]]" in path.read_bytes()]
+    return [path for path in (ROOT / "configs").rglob("*.toml") if b"[[directory]]" in path.read_bytes()]

@@ -33,7 +33,7 @@ _AS_INSTALLED = (
     (re.compile(r"(deepspeed [^\n]*?)sd_scripts_xl/train\.py"), r"\1--module difftrain train"),
     (re.compile(r"sd_scripts_xl/train\.py"), "-m difftrain train"),
     (re.compile(r"sd_scripts_xl/sdxl_pretrain\.py"), "-m difftrain sdxl"),
-    (re.compile(r"configs/\w+/(\w+\.toml)"), r"\1"),
+    (re.compile(r"configs/(?:\w+/)+(\w+\.toml)"), r"\1"),
 )
 _STARTS_WITH = re.compile(r"difftrain (train|sdxl|sd3_light|text_to_image)\b")
 _SCHEMA = re.compile(r"\A#:schema (?!\w+://)(\S+)[^\n]*\n+")
@@ -54,14 +54,15 @@ class ShippedRecipe:
 def shipped() -> dict[str, ShippedRecipe]:
     """Return the recipes by name; files of datasets belong to the recipes that name them."""
     recipes = {}
-    for path in sorted(recipes_dir().glob("*/*.toml")):
+    root = recipes_dir()
+    for path in sorted((*root.glob("*/*.toml"), *root.glob("presets/*/*.toml"))):
         text, tables = path.read_text(encoding="utf-8", errors="replace"), dict[str, Any]()
         try:
             tables, about = tomllib.loads(text), _about(text)
         except tomllib.TOMLDecodeError as error:  # a checkout's recipes are there to be edited
             about = f"cannot be read as TOML: {error}"
         if _DATA_TABLES.isdisjoint(tables):
-            name = f"{path.parent.name}/{path.stem}"
+            name = path.relative_to(root).with_suffix("").as_posix()
             recipes[name] = ShippedRecipe(name, path, _family(tables, path), about, tuple(_beside(tables, path)))
     if not recipes:
         raise ConfigFault(

@@ -27,7 +27,7 @@ FREE = frozenset({
     "data.epoch_batches",
     "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
-    "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
+    "training.gradient_checkpointing", "training.checkpoint_blocks", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
     "training.fused_attention", "training.attention", "training.max_skipped_steps", "training.only_warn",
     "memory", "training.engine", "fsdp", "deepspeed", "training.device", "training.threads", "training.performance",
     "training.pipeline_stages", "training.pipeline_schedule", "training.partition_method", "training.partition_split",

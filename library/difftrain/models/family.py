@@ -324,7 +324,7 @@ class FamilyDrawer:
 _TITLES = {"unet": "UNet"}
 
 
-def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
+def load(family: ModelFamily, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
     """Build root and frozen parts; names and shapes only where meta. Raises ConfigFault.
 
     deferred: frozen parts that a placeholder counts for until they are loaded, also beside others without weights; with
@@ -397,6 +397,8 @@ def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = 
         net.enable_gradient_checkpointing()
         for encoder in encoders.values():
             _recompute(encoder)
+        if (count := cfg.training.checkpoint_blocks) is not None:
+            passes.recompute_some([block for _, block in family.units(parts)], count)
     return parts
 
 

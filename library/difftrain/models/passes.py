@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from difftrain.config.spellings.spelling import option
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.routing import Kept, chosen, returned
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class PassOutputs:
 
 
 _PLAIN = PassPlan()
+KEEPS = "keeps_activations"  # attribute of a block that is not computed again where others are
 
 
 def blocks_of(family: BlockLists, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -141,15 +144,34 @@ def left(family: Blocks, net: Any, underway: Underway, plan: PassPlan) -> PassOu
 
 def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Tokens:
     """Run one block, keeping its activations or computing them again in the backward pass."""
-    if not (torch.is_grad_enabled() and net.gradient_checkpointing):
+    if not (torch.is_grad_enabled() and net.gradient_checkpointing) or getattr(block, KEEPS, False):
         return family.block(block, tokens)
 
+    # what is computed again is kept by the checkpoint alone, which may let it wait on the host
+    nothing: Any = None
+    others = replace(tokens, image=nothing, text=None, temb=nothing)
+
     def again(image: Tensor, text: Tensor | None, temb: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        out = family.block(block, replace(tokens, image=image, text=text, temb=temb))
+        out = family.block(block, replace(others, image=image, text=text, temb=temb))
         return out.image, out.text, out.temb
 
     image, text, temb = net._gradient_checkpointing_func(again, tokens.image, tokens.text, tokens.temb)
     return replace(tokens, image=image, text=text, temb=temb)
+
+
+def recompute_some(blocks: Sequence[nn.Module], count: int) -> None:
+    """Let blocks keep their activations but for so many, evenly among all. Raises ConfigFault where there are fewer."""
+    if count > len(blocks):
+        what = f"is {count}, and the model has {len(blocks)} blocks"
+        raise ConfigFault([Fault(option("training.checkpoint_blocks"), what, "leave it out for all")])
+    again = {(2 * i + 1) * len(blocks) // (2 * count) for i in range(count)}
+    for number, block in enumerate(blocks):
+        if number not in again:
+            setattr(block, KEEPS, True)
+            module: Any
+            for module in block.modules():  # of a UNet, whose blocks look at themselves
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False
 
 
 # ------------------------------------------------------------------ latents as tokens

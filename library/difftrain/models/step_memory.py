@@ -6,9 +6,11 @@ The pass is the trained one: recomputed where checkpoints of activations ask for
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from difftrain.contracts import METRIC, Bucket
@@ -36,7 +38,7 @@ def step_peak(
     maths = AcceleratorMaths(None if precision == "no" else DTYPES[precision])
     inputs = blank_inputs(family, bucket, batch=batch)
     root.train()
-    _recompute_with(root, maths)
+    _recompute_with(root, maths, offloads=training.cpu_offload_checkpointing)
     if freed is not None:
         freed(root)
     if training.accumulation > 1:  # gradients of earlier micro batches are there: what adds to them comes and goes
@@ -56,15 +58,27 @@ def step_peak(
     return memory.peak + standing
 
 
-def _recompute_with(root: nn.Module, maths: AcceleratorMaths) -> None:
-    """Compute again under the same casts: inside the backward pass no mode of functions is on."""
+def _away(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _back(kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    return torch.empty(kept[0], dtype=kept[1], device="meta")
+
+
+def _recompute_with(root: nn.Module, maths: AcceleratorMaths, *, offloads: bool = False) -> None:
+    """Compute again under the same casts: inside the backward pass no mode of functions is on.
+
+    offloads: what is kept waits on the host, and takes nothing of the device meanwhile.
+    """
 
     def again(function: Any, *args: Any, **kwargs: Any) -> Any:
         def cast(*args: Any, **kwargs: Any) -> Any:
             with maths:
                 return function(*args, **kwargs)
 
-        return checkpoint(cast, *args, use_reentrant=False, **kwargs)
+        with saved_tensors_hooks(_away, _back) if offloads else nullcontext():
+            return checkpoint(cast, *args, use_reentrant=False, **kwargs)
 
     module: Any
     for module in root.modules():

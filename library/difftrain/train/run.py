@@ -51,6 +51,7 @@ from difftrain.train.diagnosis.non_finite import NonFinite
 from difftrain.train.diagnosis.slow_ranks import PaceHook
 from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.drawing import Drawing
+from difftrain.train.estimate.fitting import require_fit
 from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
 from difftrain.train.finalize import (
     finish,
@@ -118,6 +119,8 @@ def _run(
         cfg
     )  # looked at once it is here: before a device is touched nothing can be waited for together
     check(cfg, make_family(cfg), fetches, full=False)
+    if not fetches and not cfg.cache.only:
+        require_fit(cfg, launch.size)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -149,6 +152,7 @@ def _run(
         local, pins = fetch(session.cfg, ranks, session.pins)
         if fetches:
             check(local, make_family(local), full=False)
+            require_fit(local, launch.size)
         session = replace(session, record=replace(session.record, hub=pins))
         this = assemble(session.cfg, argv, device, ranks, session, local)
         this.uploads, this.notices = uploads, notices

@@ -24,8 +24,9 @@ def test_the_list_has_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
     assert listed["sd3_light/tiny"][0] == "sd3" and listed["sdxl/base"][0] == "sdxl"
     assert all(len(about) > 20 for _, about in listed.values())
-    data = {path for path in CONFIGS.glob("*/*.toml") if b"[[directory]]" in path.read_bytes()}
-    assert {CONFIGS / f"{name}.toml" for name in ALL} == set(CONFIGS.glob("*/*.toml")) - data
+    files = set(CONFIGS.rglob("*.toml"))
+    data = {path for path in files if b"[[directory]]" in path.read_bytes()}
+    assert {CONFIGS / f"{name}.toml" for name in ALL} == files - data
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -32,7 +32,7 @@ FROZEN_OURS = {
     "trust_cache", "regenerate_cache", "cache_latents_as", "cache_latents_dtype", "cache_text_dtype", "cache_dtypes",
     "cache_shuffle_num", "cache_preload", "cache_batch_size", "cache_workers", "cache_segment_gib", "cache_copy_gib",
     "trace", "webhook_url", "mask_mean", "deepspeed_config", "dry_run_ranks",
-    "preempt_file", "save_async", "blocks_to_swap",
+    "preempt_file", "save_async", "blocks_to_swap", "memory_gib",
     "shard", "shard_size", "fsdp_reshard_after_forward", "fsdp_reduce", "fsdp_cpu_offload",
 }  # fmt: skip
 FROZEN_LATER = {

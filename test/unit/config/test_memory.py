@@ -9,10 +9,11 @@ import pytest
 from refusals import is_about
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.rules.engine import swapping
+from difftrain.config.rules.engine import offloading, swapping
 from difftrain.config.rules.finding import check
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.spellings.keys import key_at
+from difftrain.config.spellings.keys import OPTIONS, SHORT, key_at
+from difftrain.contracts import ConfigFault
 
 LINE = ["--init_from_config=tiny", f"--train_data_dir={Path(__file__).parent}", "--output_dir=/out", "--resolution=64,64"]  # fmt: skip
 LORA = {"adapter": {"type": "lora"}, "memory": {"swap_blocks": 2}}
@@ -29,6 +30,21 @@ def test_the_flag_and_both_keys_are_one_field() -> None:
     for table, name in (("memory", "swap_blocks"), ("", "blocks_to_swap"), ("training", "blocks_to_swap")):
         key = key_at(table, name)
         assert key is not None and key.to == "memory.swap_blocks" and key.status == "offered"
+
+
+@pytest.mark.flags("memory_gib")
+def test_the_memory_of_a_device_is_a_flag_at_both_doors() -> None:
+    assert parse([*LINE, "--memory_gib=23.5"]).config.memory.memory_gib == 23.5
+    assert SHORT["memory_gib"] == "memory.memory_gib" and "memory_gib" in OPTIONS
+    with pytest.raises(ConfigFault) as caught:
+        parse([*LINE, "--memory_gib=0"])
+    assert any(is_about(fault, "--memory_gib", 0) for fault in caught.value.faults)
+
+
+def test_blocks_to_compute_again_need_recomputing() -> None:
+    cfg = TrainConfig.model_validate({"model": {"family": "flux"}, "training": {"checkpoint_blocks": 2}})
+    (fault,), _ = check(cfg, (offloading,), {"training.checkpoint_blocks"}, set(), {})
+    assert is_about(fault, "[training] checkpoint_blocks", "--gradient_checkpointing")
 
 
 def test_what_never_changes_can_wait_on_one_device_and_on_several_with_a_copy_each() -> None:

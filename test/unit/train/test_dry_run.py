@@ -373,3 +373,14 @@ def test_a_pipeline_takes_what_its_largest_stage_and_its_schedule_do(line: list[
     assert weights[1] > 1.2 * weights[0] and weights[0] == weights[2]
     gradients = {item.what: item.size for item in even.items}["gradients"]
     assert gpipe.step - gradients == pytest.approx(2 * (even.step - gradients), rel=0.01)  # four micro batches for two
+
+
+def test_the_memory_of_a_device_decides(line: list[str]) -> None:
+    text = described([*line, "--memory_gib=100"], full=False)
+    assert re.search(r"^fit: a device of 100 GiB: fits", text, re.MULTILINE)
+    said: list[str] = []
+    with pytest.raises(ConfigFault) as caught:
+        dry_run(parse([*line, "--memory_gib=2"]).config, said.append)
+    [fault] = caught.value.faults
+    assert names(fault, "--memory_gib", 2, "--cache_latents_to_disk", "--gradient_checkpointing")
+    assert any(text.startswith("fit: a device of 2 GiB") for text in said)  # with all other lines before

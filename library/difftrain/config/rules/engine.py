@@ -132,7 +132,10 @@ def fused(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
 
 
 def offloading(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """Only what checkpointing keeps is moved to the host."""
+    """Only what checkpointing keeps is moved to the host, and only its blocks can be chosen."""
+    if cfg.training.checkpoint_blocks and not cfg.training.gradient_checkpointing:
+        about = ("training.checkpoint_blocks", "training.gradient_checkpointing")
+        yield Finding(about, f"needs {option('training.gradient_checkpointing', True)}: no block is computed again")
     if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
         about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
         yield Finding(

@@ -60,6 +60,11 @@ class TrainingSection(Section):
 
     # memory and speed
     gradient_checkpointing: bool = Field(False, description="less memory, one more forward pass")
+    checkpoint_blocks: PositiveInt | None = Field(
+        None,
+        description="blocks that {training.gradient_checkpointing} computes again, evenly among all; the others keep their"
+        " activations; unset: all",
+    )
     cpu_offload_checkpointing: bool = Field(
         False, description="activations that {training.gradient_checkpointing} keeps wait in host memory"
     )
@@ -113,6 +118,11 @@ class MemorySection(Section):
         0,
         description="blocks of the denoiser whose weights wait in host memory, and come to the device before they run; for"
         " weights that are only held (adapters, {model.train_only}); at most two fewer than there are",
+    )
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="memory of a device in GiB: a run that is planned to take more is refused before a device is touched, and"
+        " what to turn on is said",
     )
 
 

@@ -317,6 +317,7 @@ OURS: tuple[Row, ...] = (
     Row("prior_loss_weight", "float", "loss.prior_weight"),
     Row("cpu_offload_checkpointing", "switch", "training.cpu_offload_checkpointing"),
     Row("blocks_to_swap", "int", "memory.swap_blocks"),
+    Row("memory_gib", "float", "memory.memory_gib"),
     Row("fp8_base_unet", "switch", "model.fp8_frozen",
         "frozen layers of the UNet alone are held in 8 bits", sets="unet"),
     Row("network_module", "str", "?adapter.module",

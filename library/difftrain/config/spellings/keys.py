@@ -39,6 +39,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("shard", "str", "", "the same as --engine.shard", takes="full|hybrid"),
     Row("shard_size", "str", "", "the same as --engine.shard_size", takes="N"),
     Row("pipeline_stages", "str", "", "the same as --optimization.pipeline_stages", takes="N"),
+    Row("memory_gib", "str", "", "the same as --memory.memory_gib", takes="GIB"),
     Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
@@ -50,7 +51,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
 # options that are keys without their table -> the key
 SHORT = {
     "engine": "engine.engine", "shard": "engine.shard", "shard_size": "engine.shard_size",
-    "pipeline_stages": "optimization.pipeline_stages",
+    "pipeline_stages": "optimization.pipeline_stages", "memory_gib": "memory.memory_gib",
 }  # fmt: skip
 # a key of one may stand in the other
 SWAPPED = {"training": "optimization", "optimization": "training"}
@@ -166,9 +167,11 @@ KEYS: tuple[Row, ...] = (
     # [optimization]
     key("activation_checkpointing", "optimization -", "?checkpointing",
         "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any", default=False),
+    key("checkpoint_blocks", "optimization -", "training.checkpoint_blocks"),
     near("reentrant_activation_checkpointing", "optimization -", "",
         "no effect: checkpoints are not reentrant, which every part that is built can do", "bool", passes=(False,)),
     key("swap_blocks", "memory optimization -", "memory.swap_blocks"),
+    key("memory_gib", "memory -", "memory.memory_gib"),
     key("blocks_to_swap", "optimization -", "memory.swap_blocks", "the same as [memory] swap_blocks"),
     near("disable_block_swap_for_eval", "optimization eval -", "",
         "no effect: evaluation keeps to the memory of training", "bool", passes=(False,)),

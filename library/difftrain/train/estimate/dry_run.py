@@ -11,7 +11,6 @@ from torch import nn
 
 from difftrain.cache.request import cache_requests, caches_anything, duration_text, estimate_storage
 from difftrain.config import TrainConfig
-from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.hidden_imports import collect_again
 from difftrain.config.paths import PendingFiles
 from difftrain.config.schema.families import row_of
@@ -37,6 +36,7 @@ from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
 from difftrain.train.estimate.communication import Cluster, cut_size, kinds, scaling, size_of, spread_of
+from difftrain.train.estimate.fitting import fault, fitted, usual_bucket
 from difftrain.train.estimate.footprint import (
     GIB,
     RESERVE,
@@ -93,7 +93,7 @@ def dry_run(
             log(line)
         if parts:
             parts.offloaded |= cached_parts(cfg, parts)
-            bucket = _usual_bucket(cfg, family)
+            bucket = usual_bucket(cfg, family)
             by_ranks = memory_by_ranks(cfg, family, parts, (world, *asked), *bucket)
             memory = by_ranks[world]
             log(f"memory: {memory.sentence()}")
@@ -134,9 +134,15 @@ def dry_run(
     spoken = list(scaling_lines(cfg, family, parts, by_ranks, world, *bucket, asked=full or bool(asked)))
     log(f"memory: {memory.sentence()}")
     log(f"free: {free_line(cfg, memory)}")
+    fitting = None if cfg.memory.memory_gib is None else fitted(cfg, bucket[0], world)
+    if fitting is not None:
+        log(f"fit: {fitting.sentence()}")
     log(f"disk: {files.sentence(cfg.output_dir)}")
     log(where)
     log(f"time: {time_line(cfg, total * plan.mean_batch, world)}")
+
+    if fitting is not None and (faults := list(fault(fitting))):
+        raise ConfigFault(faults)
 
     # --- all the rest
     for line in spoken:
@@ -182,14 +188,6 @@ def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
         return f"{row.title}, computed in {computed}{weights}"
     total = sum(count_parameters(module) for module in modules(parts).values())
     return f"{row.title}, {trained(parts.root):,} of {total:,} parameters trained, computed in {computed}{weights}"
-
-
-def _usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
-    """Return the size and micro batch that the configuration names, where no data tell."""
-    named = [dataset.resolution for dataset in datasets_of(cfg.data, cfg.captions) if dataset.resolution]
-    width, height = max(named, key=math.prod, default=cfg.data.resolution or (512, 512))
-    unit = family.features.size_multiple
-    return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit)), cfg.training.batch_size
 
 
 def _largest_bucket(cfg: TrainConfig, data: Data) -> tuple[Bucket, int]:
@@ -258,7 +256,7 @@ def _as_shipped(cfg: TrainConfig, ranks: int) -> Iterator[str]:
         family = make_family(cfg)
         parts = family.load(meta=True)
         parts.offloaded |= cached_parts(cfg, parts)
-        memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
+        memory = device_memory(cfg, family, parts, ranks, *usual_bucket(cfg, family))
     except ConfigFault:  # the configuration belongs to weights of another size
         return
     yield f"memory: {memory.sentence()}"

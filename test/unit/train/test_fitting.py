@@ -1,0 +1,99 @@
+"""[memory] memory_gib: which savers make a run fit, in which order, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from refusals import is_about
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Bucket, ConfigFault
+from difftrain.device.block_swap import most_waiting, plan_swap
+from difftrain.train.estimate import fitting
+from difftrain.train.estimate.fitting import fitted, planned, require_fit
+from difftrain.train.estimate.footprint import GIB
+
+BUCKET = Bucket(64, 64)
+CACHED = {"latents_to_disk": True, "text_to_disk": True}
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model is nothing beside what a driver takes."""
+    monkeypatch.setattr(fitting, "RESERVE", 0.0)
+
+
+def config(gib: float | None, **sections: dict[str, Any]) -> TrainConfig:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"family": "flux", "init_from_config": "tiny", "t5_max_length": 16},
+        "adapter": {"type": "lora", "rank": 2},
+        "training": {"mixed_precision": "bf16", "batch_size": 4},
+        "cache": dict(CACHED),
+        "data": {"resolution": (64, 64)},
+        "memory": {"memory_gib": gib},
+    }
+    for name, fields in sections.items():
+        base[name] = base.get(name, {}) | fields
+    return TrainConfig.model_validate(base)
+
+
+def total(cfg: TrainConfig) -> float:
+    return planned(cfg, BUCKET).total / GIB
+
+
+def test_what_fits_needs_nothing() -> None:
+    plain = config(1.0)
+    fit = fitted(plain, BUCKET)
+    assert fit.fits and not fit.added
+    require_fit(plain)
+    require_fit(config(None))
+
+
+def test_the_cheapest_savers_come_first_and_no_more_of_them_than_needed() -> None:
+    plain = total(config(1.0))
+    recomputed = total(config(1.0, training={"gradient_checkpointing": True}))
+    assert recomputed < plain
+    limit = (plain + recomputed) / 2
+    fit = fitted(config(limit), BUCKET)
+    assert not fit.fits and dict(fit.added) == {"training.gradient_checkpointing": True}
+    # a little less than recomputing leaves: as few blocks as do it wait on the host
+    plan = planned(config(1.0, training={"gradient_checkpointing": True}), BUCKET)
+    one = plan_swap(plan.sizes, 1).saved / GIB
+    fit = fitted(config(recomputed - one / 2), BUCKET)
+    assert dict(fit.added) == {"training.gradient_checkpointing": True, "memory.swap_blocks": 1}
+    assert fit.best.total <= (recomputed - one / 2) * GIB and most_waiting(plan.sizes) >= 2
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would_make_it_fit() -> None:
+    plain = total(config(1.0))
+    with pytest.raises(ConfigFault) as caught:
+        require_fit(config(round(0.9 * plain, 6)))
+    [fault] = caught.value.faults
+    assert is_about(fault, "--memory_gib", "--gradient_checkpointing")
+    with pytest.raises(ConfigFault) as caught:
+        require_fit(config(1e-5))
+    [fault] = caught.value.faults
+    for saver in (
+        "--gradient_checkpointing",
+        "--blocks_to_swap=",
+        "--cpu_offload_checkpointing",
+        "nf4",
+        "--train_batch_size=1",
+    ):
+        assert saver in fault.remedy
+    assert "--resolution" in fault.remedy
+
+
+def test_full_training_gets_other_savers() -> None:
+    fit = fitted(config(1e-5, adapter={"type": None}, cache={"latents_to_disk": False}), BUCKET)
+    assert {"cache.latents_to_disk", "optimizer.fused_backward", "training.full_precision"} <= fit.added.keys()
+    assert not {"memory.swap_blocks", "model.base_dtype"} & fit.added.keys()
+
+
+def test_what_waits_on_the_host_is_not_counted_on_the_device() -> None:
+    steps = []
+    for offloads in (False, True):
+        cfg = config(1.0, training={"gradient_checkpointing": True, "cpu_offload_checkpointing": offloads})
+        steps.append(planned(cfg, Bucket(512, 512)).memory.step)
+    assert steps[1] < 0.95 * steps[0]
