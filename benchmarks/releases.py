@@ -24,6 +24,11 @@ SECTIONS = {
     "training": {"mixed_precision": "bf16", "gradient_checkpointing": True, "batch_size": 1},
     "optimizer": {"type": "AdamW"},
 }
+# what a LoRA's base is held in -> further settings of its column
+LORA = {
+    f"lora_{dtype}": {"adapter": {"type": "lora", "rank": 16}, "model": {"base_dtype": dtype}}
+    for dtype in ("bf16", "fp8")
+}
 
 
 def sizes_of(name: str, release: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +52,8 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**under, **over, **both}
 
 
-def made(name: str, release: Mapping[str, Any], folder: Path) -> Any:
-    """Make the family of a release, with the family's defaults and the settings of the table."""
+def made(name: str, release: Mapping[str, Any], folder: Path, more: Mapping[str, Any] | None = None) -> Any:
+    """Make the family of a release, with the family's defaults and the settings of the table; more: sections beside these."""
     from difftrain.config import TrainConfig
     from difftrain.models.registry import FAMILIES, make_family
 
@@ -59,18 +64,27 @@ def made(name: str, release: Mapping[str, Any], folder: Path) -> Any:
     for path, value in FAMILIES[name].defaults.items():
         section, _, field = path.partition(".")
         values.setdefault(section, {}).setdefault(field, value)
+    values = merged(values, more or {})
     return make_family(TrainConfig.model_validate(values))
 
 
 def counted(name: str, release: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    """Count a release: parameters of its denoiser, operations of an image, bytes between steps and of a step."""
+    """Count a release: parameters of its denoiser, operations of an image, bytes between steps and of a step; of LoRAs in all."""
     from difftrain.contracts import Bucket
     from difftrain.train.estimate.footprint import device_memory
 
-    family = made(name, release, folder)
-    parts = family.load(meta=True)
-    parts.offloaded |= set(parts.frozen)
+    def loaded(more: Mapping[str, Any]) -> tuple[Any, Any]:
+        family = made(name, release, folder, more)
+        parts = family.load(meta=True)
+        parts.offloaded |= set(parts.frozen)
+        return family, parts
+
+    family, parts = loaded({})
     bucket = Bucket(*release["size_hw"], release.get("frames", 1))
+
+    def total(family: Any, parts: Any) -> float:
+        return device_memory(family.cfg, family, parts, 1, bucket, 1).total
+
     parameters = sum(weight.numel() for weight in parts.root.get_submodule(family.denoiser).parameters())
     flops = family.flops_per_sample(parts, bucket)
     memory = device_memory(family.cfg, family, parts, 1, bucket, 1)
@@ -79,6 +93,7 @@ def counted(name: str, release: Mapping[str, Any], folder: Path) -> dict[str, in
         "flops": round(flops),
         "standing": round(memory.standing),
         "step": round(memory.total - memory.standing),
+        **{key: round(total(*loaded(more))) for key, more in LORA.items()},
     }
 
 
