@@ -353,10 +353,9 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
         return
 
     # --- flags that are known and not offered, and those that something near stands in for
-    if flag.status in ("later", "refused"):
+    if flag.status == "refused":
         if not (texts and texts[-1] in flag.passes):
-            what = "is not built yet" if flag.status == "later" else "is not offered"
-            layer.faults.append(Fault(origin, what, meaning(flag)))
+            layer.faults.append(Fault(origin, "is not offered", meaning(flag)))
         return
     if flag.status == "nearest":
         layer.notes.append(f"{origin}: {meaning(flag, 'kohya')}")
@@ -400,7 +399,7 @@ def is_off(flag: Row, texts: list[str]) -> bool:
     if flag.kind == "switch" or not texts or texts[-1] in flag.passes:
         return False
     text = "".join(texts).strip()
-    if flag.status in ("later", "refused") or flag.to in kohya_network.OFF_AT_ZERO:
+    if flag.status == "refused" or flag.to in kohya_network.OFF_AT_ZERO:
         return text in ("", "0")
     if not flag.to or flag.to.startswith("?") or default_of(flag.to) is not None or flag not in KOHYA:
         return False

@@ -41,8 +41,6 @@ def flags_page() -> str:
             "## Implemented, ours\n\n" + _flag_table(flag for flag in OURS if flag.status == "offered"),
             "## Accepted, meaning the nearest thing here (said once)\n\n"
             + _reasons("what it means", (flag for flag in (*KOHYA, *OURS) if flag.status == "nearest")),
-            "## Not built yet\n\nGiven, each is a fault of its own. Values in the last column ask for what is done anyway"
-            " and pass.\n\n" + _waiting(flag for flag in (*KOHYA, *OURS) if flag.status == "later"),
             "## Not offered\n\n" + _reasons("reason", (flag for flag in (*KOHYA, *OURS) if flag.status == "refused")),
         ]
     )
@@ -100,16 +98,6 @@ def _reasons(title: str, flags: Iterable[Row]) -> str:
     return _table(("flag", title), ((f"`{flag.option}`", meaning(flag, "kohya")) for flag in flags))
 
 
-def _waiting(flags: Iterable[Row]) -> str:
-    return _table(
-        ("flag", "what it is for; what to use meanwhile", "passes"),
-        (
-            (f"`{flag.option}`", meaning(flag, "kohya"), ", ".join(f"`{value}`" for value in flag.passes if value))
-            for flag in flags
-        ),
-    )
-
-
 def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Write a table of Markdown."""
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
@@ -130,7 +118,6 @@ def keys_page() -> str:
         + _lines(
             [
                 f"`[model] type`: {', '.join(LATER)}",
-                "`[adapter]`: lora, lokr, ia3",
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
                 '`[engine] type = "deepspeed"` runs natively, with several `pipeline_stages` too',

@@ -38,11 +38,10 @@ def flag_help(prog: str) -> str:
     for section in TrainConfig.model_fields:
         flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.lstrip("?").split(".")[0] == section]
         parts.append(_paragraph(section, section_class(section).__doc__ or "", flags))
-    waiting = ", ".join(flag.option for flag in FLAGS.values() if flag.status == "later")
     refused = ", ".join(
         f"{flag.option} ({meaning(flag, 'kohya')})" for flag in FLAGS.values() if flag.status == "refused"
     )
-    parts.append(_wrapped("not built yet", waiting) + _wrapped("not offered", refused))
+    parts.append(_wrapped("not offered", refused))
     return "\n".join(parts)
 
 
@@ -129,7 +128,7 @@ def key_help(prog: str) -> str:
         rows = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
         parts.append(f"[{table}] {says(table)}\n" + "".join(rows))
     waiting = ", ".join(
-        [*(f"[model] type = '{name}'" for name in LATER), "[adapter]",
+        [*(f"[model] type = '{name}'" for name in LATER),
          *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.toml_key for key in not_built()),
          "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")

@@ -48,7 +48,7 @@ def _of_flag(row: Row) -> dict[str, Any]:
         choices = [choice for choice in choices_of(row.to) if isinstance(choice, str)] if "." in row.to else []
         made = {"type": "string"} | ({"anyOf": [{"enum": choices}, {}]} if choices else {})
     made["description"] = meaning(row, "kohya")
-    return made | ({"deprecated": True} if row.status in ("later", "refused") else {})
+    return made | ({"deprecated": True} if row.status == "refused" else {})
 
 
 # ------------------------------------------------------------------ data sets

@@ -19,11 +19,6 @@ def near(name: str, kind: Kind, to: str, help: str, **remaining: Any) -> Row:
     return Row(name, kind, to, help, "nearest", **remaining)
 
 
-def later(name: str, kind: Kind, why: str, **remaining: Any) -> Row:
-    """Make a row of a flag that is known and not built yet: given, it is a fault, never ignored."""
-    return Row(name, kind, "", why, "later", **remaining)
-
-
 def never(name: str, kind: Kind, why: str) -> Row:
     """Make a row of a flag that is not offered, with its reason."""
     return Row(name, kind, "", why, "refused")
