@@ -6,7 +6,6 @@ them. What it averages is multiplied back, and a step whose loss is not finite i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,7 @@ class ZeroEngine(AccelerateEngine):
             self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
         made = self._optimizer_for(groups, make_optimizer)
         self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
-        with without_launcher_env(self._env), _without_muon():
+        with without_launcher_env(self._env):
             self._wrapped, _ = self.accelerator.prepare(self.root, made)
         zero = self._wrapped.optimizer
         self._zero_weights.bind(zero)
@@ -105,25 +104,6 @@ class ZeroEngine(AccelerateEngine):
             yield
         finally:
             self._wrapped.set_gradient_accumulation_boundary(True)
-
-
-_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-
-
-@contextmanager
-def _without_muon() -> Iterator[None]:
-    """Let DeepSpeed not import its Muon to compare an optimizer's type with it: torch's compiler comes along, 3 s of a start.
-
-    An optimizer that is one has it imported already.
-    """
-    is_unused = _MUON not in sys.modules
-    if is_unused:
-        sys.modules[_MUON] = None  # type: ignore[assignment]  # what the import system takes for "not there"
-    try:
-        yield
-    finally:
-        if is_unused:
-            del sys.modules[_MUON]
 
 
 class ZeroUpdate(Update):
