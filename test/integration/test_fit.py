@@ -25,10 +25,16 @@ def fit() -> ModuleType:
     return module
 
 
+def table() -> list[str]:
+    """Return the lines of the committed table, which the page has between two marks."""
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    own = page.partition("<!-- table: ")[2].partition("<!-- end of the table -->")[0]
+    return [line for line in own.splitlines() if line.startswith("| `")]
+
+
 def rows() -> dict[str, list[str]]:
     """Return the cells of the committed table by recipe."""
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table()]
     return {row[0].strip("`").removeprefix("configs/"): row[1:] for row in cells}
 
 
@@ -48,9 +54,8 @@ def test_a_row_is_what_the_script_finds(fit: ModuleType) -> None:
 
 
 def test_the_readmes_have_the_same_numbers(fit: ModuleType) -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    short = [fit.short(line) for line in page.splitlines() if line.startswith("| `")]
+    short = [fit.short(line) for line in table()]
     for readme in fit.SHORT:
         text = (ROOT / readme).read_text(encoding="utf-8")
-        table = text.partition(fit.SHORT_BEGINS)[2].partition(fit.SHORT_ENDS)[0]
-        assert [line for line in table.splitlines() if line.startswith("| `")] == short
+        own = text.partition(fit.SHORT_BEGINS)[2].partition(fit.SHORT_ENDS)[0]
+        assert [line for line in own.splitlines() if line.startswith("| `")] == short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,17 +12,31 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import Bucket, ConfigFault
 from difftrain.device.block_swap import most_waiting, plan_swap
 from difftrain.train.estimate import fitting
-from difftrain.train.estimate.fitting import fitted, planned, require_fit
+from difftrain.train.estimate.fitting import fitted, require_fit
 from difftrain.train.estimate.footprint import GIB
 
 BUCKET = Bucket(64, 64)
 CACHED = {"latents_to_disk": True, "text_to_disk": True}
 
 
+PLANS: dict[tuple[str, Bucket, int], fitting.Plan] = {}
+count_once = fitting.planned
+
+
+def planned(cfg: TrainConfig, bucket: Bucket, ranks: int = 1) -> fitting.Plan:
+    """Plan each configuration once: a limit changes no plan."""
+    free = cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"memory_gib": None})})
+    key = free.model_dump_json(), bucket, ranks
+    if key not in PLANS:
+        PLANS[key] = count_once(free, bucket, ranks)
+    return dataclasses.replace(PLANS[key], cfg=cfg)
+
+
 @pytest.fixture(autouse=True)
 def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model is nothing beside what a driver takes."""
     monkeypatch.setattr(fitting, "RESERVE", 0.0)
+    monkeypatch.setattr(fitting, "planned", planned)
 
 
 def config(gib: float | None, **sections: dict[str, Any]) -> TrainConfig:
