@@ -86,6 +86,10 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_make_it_fit() -> Non
         require_fit(config(round(0.9 * plain, 6)))
     [fault] = caught.value.faults
     assert is_about(fault, "--memory_gib", "--gradient_checkpointing")
+
+
+@pytest.mark.nightly  # plans with every saver in turn
+def test_where_nothing_makes_it_fit_all_that_was_tried_is_named() -> None:
     with pytest.raises(ConfigFault) as caught:
         require_fit(config(1e-5))
     [fault] = caught.value.faults
@@ -100,6 +104,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_make_it_fit() -> Non
     assert "--resolution" in fault.remedy
 
 
+@pytest.mark.nightly
 def test_full_training_gets_other_savers() -> None:
     fit = fitted(config(1e-5, adapter={"type": None}, cache={"latents_to_disk": False}), BUCKET)
     assert {"cache.latents_to_disk", "optimizer.fused_backward", "training.full_precision"} <= fit.added.keys()
