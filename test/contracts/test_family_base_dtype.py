@@ -10,10 +10,9 @@ import families
 import pytest
 import torch
 from families import batch_of, bucket_of, config, made
-from family_engines import assembled, commit, equal, weights
+from family_engines import commit, engine_of_drawn, equal, weights
 
 from difftrain.device import quantised
-from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import FAMILIES
 
 KINDS = ("bf16", "fp8", "int8", "nf4")
@@ -50,16 +49,7 @@ def engine_of(name: str, what: str, kind: str | None) -> Any:
         cfg = config(name, sections | {"adapter": {"type": "lora", "rank": 2}}, base_dtype=kind)
     else:
         cfg = config(name, sections, base_dtype=kind, train_only=(last_block(name),))
-    family = made(cfg)
-    parts = family.load()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():  # blocks that begin as the identity would hide what is done to them
-        for module in parts.root.modules():
-            if isinstance(module, quantised.QuantisedLayer):
-                module.take(0.05 * torch.randn(module.wide_shape, generator=generator))
-            elif isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and not module.weight.requires_grad:
-                module.weight.copy_(0.05 * torch.randn(module.weight.shape, generator=generator))
-    return assembled(cfg, Ranks(), family, parts, [batch_of(family, bucket_of(name), parts=parts)])
+    return engine_of_drawn(cfg)
 
 
 def losses(engine: Any, first: int, last: int) -> list[float]:

@@ -8,15 +8,13 @@ from typing import Any
 
 import families
 import pytest
-import torch
 from families import batch_of, bucket_of, config, made
-from family_engines import assembled, commit, equal, weights
+from family_engines import commit, engine_of_drawn, equal, weights
 from refusals import is_about
 
 from difftrain.contracts import ConfigFault
 from difftrain.device import quantised
 from difftrain.device.block_swap import RESIDENT, most_waiting, movable_bytes
-from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import FAMILIES
 from difftrain.train.check import check
 
@@ -58,17 +56,7 @@ def settings(name: str, what: str, kind: str | None, waiting: int, *, again: boo
 
 
 def engine_of(name: str, what: str, kind: str | None, waiting: int, *, again: bool = False) -> Any:
-    cfg = settings(name, what, kind, waiting, again=again)
-    family = made(cfg)
-    parts = family.load()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():  # blocks that begin as the identity would hide what is done to them
-        for module in parts.root.modules():
-            if isinstance(module, quantised.QuantisedLayer):
-                module.take(0.05 * torch.randn(module.wide_shape, generator=generator))
-            elif isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and not module.weight.requires_grad:
-                module.weight.copy_(0.05 * torch.randn(module.weight.shape, generator=generator))
-    return assembled(cfg, Ranks(), family, parts, [batch_of(family, bucket_of(name), parts=parts)])
+    return engine_of_drawn(settings(name, what, kind, waiting, again=again))
 
 
 def most_of(name: str, what: str) -> int:

@@ -17,6 +17,7 @@ from sd3_speedups import cut
 from difftrain import checkpoint
 from difftrain.config.schema.sections import EmaSection, TrainConfig
 from difftrain.device import choose
+from difftrain.device.quantised import QuantisedLayer
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.checkpointing import CheckpointedEngine
@@ -72,6 +73,21 @@ def assembled(cfg: TrainConfig, ranks: Ranks, family: Any, parts: Any, warm: lis
     )
     assert isinstance(engine, CheckpointedEngine)
     return engine
+
+
+def engine_of_drawn(cfg: TrainConfig) -> CheckpointedEngine:
+    """Build an engine of one process whose frozen layers are drawn: blocks that begin as the identity would hide what is done to them."""
+    family = families.made(cfg)
+    parts = family.load()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for module in parts.root.modules():
+            if isinstance(module, QuantisedLayer):
+                module.take(0.05 * torch.randn(module.wide_shape, generator=generator))
+            elif isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and not module.weight.requires_grad:
+                module.weight.copy_(0.05 * torch.randn(module.weight.shape, generator=generator))
+    bucket = families.bucket_of(cfg.model.family)
+    return assembled(cfg, Ranks(), family, parts, [families.batch_of(family, bucket, parts=parts)])
 
 
 def weights(engine: CheckpointedEngine, source: Any = None) -> dict[str, torch.Tensor]:

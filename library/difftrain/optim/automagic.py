@@ -6,13 +6,12 @@ Source: the method of Ostris' ai-toolkit, described by its behaviour; the second
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from difftrain.optim.making import OptimizerOrder, construct
+from difftrain.optim.making import OptimizerOrder, WeightwiseOptimizer, construct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +24,13 @@ def make(order: OptimizerOrder) -> Optimizer:
     return construct(order, Automagic)
 
 
-class Automagic(Optimizer):
+class Automagic(WeightwiseOptimizer):
     """Update weights by rates of their own.
 
     lr: of all weights at the beginning; a schedule multiplies all rates by what it makes of this one. lr_bump: by how much a
     rate goes up or down in a step, within min_lr and max_lr. A rate takes two bytes, as a multiple of a small part of
     lr_bump, with the sign of the last gradient as its own: in 8 bits a bump would be lost in rounding.
     """
-
-    steps_apart = True  # each weight is updated from its own gradient and state alone
 
     def __init__(
         self,
@@ -63,16 +60,8 @@ class Automagic(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update; closures are not for it."""
-        assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, group)
-
-    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+    def update_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
+        """Update one weight that has a gradient."""
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         gradient = gradient.float()

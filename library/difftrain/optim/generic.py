@@ -9,14 +9,13 @@ moments, Shazeer and Stern 2018, section 3; Muon, Jordan et al. 2024, at AdamW's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from difftrain.optim import eight_bits
-from difftrain.optim.making import OptimizerOrder, construct
+from difftrain.optim.making import OptimizerOrder, WeightwiseOptimizer, construct
 from difftrain.optim.muon import cut_matrices, orthogonalised
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def make(order: OptimizerOrder) -> Optimizer:
     return construct(OptimizerOrder(order.name, tables, order.lr, order.arguments), GenericOptim)
 
 
-class GenericOptim(Optimizer):
+class GenericOptim(WeightwiseOptimizer):
     """Update weights along a momentum, divided by the root of a second moment.
 
     params: tables with "matrix". betas: of both averages; the second may be 1, which adds up as AdaGrad does.
@@ -44,8 +43,6 @@ class GenericOptim(Optimizer):
     factored, of matrices a number for each row and column; none.
     muon: matrices go along the orthogonalised momentum. state_bits: 8 keeps averages in 8 bits.
     """
-
-    steps_apart = True  # each weight is updated from its own gradient and state alone
 
     def __init__(
         self,
@@ -92,16 +89,8 @@ class GenericOptim(Optimizer):
         if bits not in (8, 32):
             raise ValueError(f"state_bits is 32 or 8, got {bits}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update; closures are not for it."""
-        assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, group)
-
-    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+    def update_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
+        """Update one weight that has a gradient."""
         state, matrix = self.state[weight], group["matrix"]
         assert weight.grad is not None
         gradient, rate = weight.grad.float(), group["lr"]

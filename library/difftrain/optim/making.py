@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from difftrain.config.hidden_imports import let_in
@@ -37,6 +39,25 @@ class OptimizerOrder:
     fused_ok: bool = True
     trial: bool = True
     groups: tuple[Group, ...] = ()
+
+
+class WeightwiseOptimizer(Optimizer):
+    """Update each weight from its own gradient and state alone, as `update_weight` says."""
+
+    steps_apart = True  # so updates may run during the backward pass
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update; closures are not for it."""
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update_weight(weight, group)
+
+    def update_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
+        """Update one weight that has a gradient."""
+        raise NotImplementedError
 
 
 def construct(

@@ -48,7 +48,8 @@ ENGLISH = Language(
         "sizes": "sizes of random models", "recipes": "recipes", "page": "page", "full": "full", "train_only": "a part of it",
         "encoders": "text encoders", "adapter": "adapters", "fp8": "frozen layers in 8 bits", "release": "release",
         "parameters": "parameters", "at": "image", "flops": "TFLOP an image", "standing": "between steps, GiB",
-        "step": "one step, GiB", "total": "total, GiB", "lora_bf16": "LoRA, GiB", "lora_fp8": "LoRA, base in fp8, GiB", "licence": "licence", "see": "see the release",
+        "step": "one step, GiB", "total": "total, GiB", "lora_bf16": "LoRA, GiB", "lora_fp8": "LoRA, base in fp8, GiB",
+        "licence": "licence", "see": "see the release",
         "uncounted": "not counted", "forward": "forward pass", "captions": "captions", "keys": "key names",
         "samples": "samples", "equal": "bit-equal", "pipeline": "the pipeline's", "equations": "our equations'", "whole": "a whole file",
         "tensors": "{} tensors", "own": "no table", "not": "no", "frames": "{} frames",
@@ -62,7 +63,8 @@ CHINESE = Language(
         "sizes": "随机模型的规格", "recipes": "配方", "page": "页面（英文）", "full": "全量", "train_only": "部分权重",
         "encoders": "文本编码器", "adapter": "适配器", "fp8": "冻结层 8 位", "release": "发布版本",
         "parameters": "参数量", "at": "图片", "flops": "每张图 TFLOP", "standing": "步间常驻，GiB",
-        "step": "一步，GiB", "total": "合计，GiB", "lora_bf16": "LoRA，GiB", "lora_fp8": "LoRA，基座 fp8，GiB", "licence": "许可证", "see": "见发布页",
+        "step": "一步，GiB", "total": "合计，GiB", "lora_bf16": "LoRA，GiB", "lora_fp8": "LoRA，基座 fp8，GiB",
+        "licence": "许可证", "see": "见发布页",
         "uncounted": "未计算", "forward": "前向", "captions": "描述编码", "keys": "键名",
         "samples": "采样", "equal": "逐比特一致", "pipeline": "与 pipeline 一致", "equations": "与我们的公式一致", "whole": "整个文件",
         "tensors": "{} 个张量", "own": "无对照表", "not": "否", "frames": "{} 帧",
@@ -109,18 +111,8 @@ def pages_of(name: str) -> list[str]:
 
 _FAMILY_COLUMNS = ("type", "title", "task", "trains", "multiple", "sizes", "recipes", "page")
 _RELEASE_COLUMNS = (
-    "type",
-    "release",
-    "parameters",
-    "at",
-    "flops",
-    "standing",
-    "step",
-    "total",
-    "lora_bf16",
-    "lora_fp8",
-    "licence",
-)
+    "type", "release", "parameters", "at", "flops", "standing", "step", "total", "lora_bf16", "lora_fp8", "licence",
+)  # fmt: skip
 _COMPARED_COLUMNS = ("type", "forward", "captions", "keys", "samples")
 
 
