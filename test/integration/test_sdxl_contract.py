@@ -141,13 +141,8 @@ def test_kill_at_any_moment_and_resume_is_bit_exact(straight: Path, door: Door, 
     out = tmp_path / "out"
     flags = door.flags(out, "--resume=auto")
     for step in (5, 10):  # after the checkpoints of 4 and of 8
-        process = door.start(flags)
-        wait_for(
-            lambda step=step: (out / "metrics.jsonl").exists() and any(m["step"] >= step for m in metrics(out)),
-            message=f"step {step} was not reached",
-        )
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        door.kill_at(step, flags)
+        assert metrics(out)[-1]["step"] == step
     door.run(flags)
     assert [line["step"] for line in metrics(out)] == list(range(1, 13))
     assert losses(out) == losses(straight)

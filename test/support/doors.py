@@ -19,6 +19,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 DOOR = ROOT / "sd_scripts_xl" / "sdxl_pretrain.py"
+KILLED_AT = ROOT / "test" / "support" / "killed_at.py"
 SIZES = [(64, 64), (96, 48), (48, 96), (80, 80), (128, 64), (70, 50)]
 
 
@@ -72,6 +73,13 @@ class Door:
             return [sys.executable, str(DOOR), *flags]
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
         return [*run, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(DOOR), *flags]
+
+    def kill_at(self, step: int, flags: list[str], ranks: int = 1) -> None:
+        """Run until a step is in the metrics; there the process that writes them is killed, and the job with it."""
+        words = self.command(flags, ranks)
+        at = words.index(str(DOOR))
+        output = self.run_words([*words[:at], str(KILLED_AT), str(step), *words[at:]], expect=None)
+        assert "Signal 9" in output or ranks == 1, output
 
     def start(self, flags: list[str], ranks: int = 1, **env: str) -> subprocess.Popen[str]:
         """Start a run; one thread a process, so that runs can be compared bit by bit."""
