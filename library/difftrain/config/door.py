@@ -24,7 +24,7 @@ _WAIT_FOR_FIRST_S = 10.0
 REQUIRED = {
     **{name: name for name in (
         "torch", "diffusers", "transformers", "safetensors", "scipy", "huggingface_hub", "numpy", "simplejpeg",
-        "imagecodecs", "pyarrow", "fsspec", "ftfy", "tqdm",
+        "imagecodecs", "pyarrow", "av", "fsspec", "ftfy", "tqdm",
     )},
     "PIL": "Pillow", "google_crc32c": "google-crc32c",
 }  # fmt: skip

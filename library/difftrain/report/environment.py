@@ -29,6 +29,7 @@ PACKAGES = (
     "numpy",
     "pillow",
     "pyarrow",
+    "av",
     "pydantic",
     "tokenizers",
     "huggingface_hub",

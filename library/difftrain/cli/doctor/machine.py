@@ -103,6 +103,7 @@ REQUIRED = {
     "simplejpeg": "1.7",
     "imagecodecs": "2024.6",
     "pyarrow": "15",
+    "av": "14",
     "fsspec": "2023.12",
     "tensorboard": "2.15",
     "tqdm": "4.66",
