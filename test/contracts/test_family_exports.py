@@ -283,7 +283,7 @@ def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, m
     before = "pipe.set_progress_bar_config(disable=True); pipe.default_sample_size = 8; "
     code = code.replace("pipe.to(", before + "pipe.to(")
     # a prompt without its name would stand behind named arguments
-    call = "= pipe(num_inference_steps=1, height=64, width=64, " + ORACLES[name].small
+    call = f"= pipe(num_inference_steps={ORACLES[name].steps}, height=64, width=64, " + ORACLES[name].small
     if (load := ORACLES[name].load) is not None:
         kind = getattr(diffusers, pipeline)
         monkeypatch.setattr(kind, "from_pretrained", lambda *told, **options: load(kind, path, **options))

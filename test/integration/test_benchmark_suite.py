@@ -66,7 +66,7 @@ def test_time_that_is_over_leaves_cases_out(tmp_path: Path) -> None:
         ("[measure]\nsteps = 0\n[[run]]", "steps"),
         ("", "[[run]]"),
         ("[[run]]\nfamily = 'nothing'", "nothing"),
-        ("[[run]]\nfamily = 'ltx-video'", "ltx-video"),
+        ("[[run]]\nfamily = 'ltx2'", "ltx2"),
         ("[[run]]\nengine = 'megatron'", "megatron"),
         ("[[run]]\nprecision = 'fp64'", "fp64"),
         ("[[run]]\nfamily = 'flux'\nsize = 'dev'", "dev"),

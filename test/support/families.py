@@ -47,6 +47,7 @@ SIBLINGS_ON_DEVICES = SIBLINGS | {
     "chroma": "flux",
     "qwen_image_edit": "qwen_image",
     "wan": "cosmos_predict2",
+    "ltx_video": "cosmos_predict2",
 }
 
 
@@ -105,7 +106,7 @@ def config(name: str, sections: Mapping[str, Any] | None = None, **model: Any) -
 
 def bucket_of(name: str) -> Bucket:
     """Return a shape that is neither square nor a power of two; of families of clips five frames."""
-    frames = 5 if any("video" in task for task in FAMILIES[name].tasks) else 1
+    frames = ORACLES[name].frames if any("video" in task for task in FAMILIES[name].tasks) else 1
     multiple = FAMILIES[name].multiple
     return Bucket(2 * max(32, multiple), 3 * max(32, multiple), frames)
 

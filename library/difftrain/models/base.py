@@ -216,7 +216,8 @@ class BaseFamily(Description):
 
     def noised(self, batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inputs:
         """Noise latents as the objective does, and say what is to be predicted."""
-        return flow.inputs(batch, latents, conditions)
+        made = flow.inputs(batch, latents, conditions)
+        return flow.with_first_frame(made, batch, latents, self.cfg.model.first_frame_conditioning_p)
 
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
         """Predict the velocity, as x_t, and what further terms of the loss compare."""

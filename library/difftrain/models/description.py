@@ -214,6 +214,8 @@ class Description:
             draws[MOMENTS] = DrawSpec("normal", channels=raw.channels, factor=raw.factor, frames=raw.frames)
         if self.cfg.data.control_dropout and self.num_control:
             draws[DROPOUT] = DrawSpec("uniform", trains=True)
+        if self.cfg.model.first_frame_conditioning_p:
+            draws[flow.FIRST_FRAME] = DrawSpec("uniform", trains=True)
         return FeatureSpec({"latents": raw}, draws | routing.draws(self.cfg, self.token), self.token)
 
     @property

@@ -234,6 +234,22 @@ FAMILIES: dict[str, FamilyRow] = {
         takes=("model.train_only",),
         defaults={"model.t5_max_length": 512},
     ),
+    "ltx_video": flow_row(
+        title="LTX-Video",
+        network="LTX-Video",
+        target="difftrain.models.families.ltx_video:LtxVideo",
+        pipeline="LTXPipeline",
+        parts={
+            "transformer": "diffusers:LTXVideoTransformer3DModel",
+            "vae": "diffusers:AutoencoderKLLTXVideo",
+            "text_encoder": "transformers:T5EncoderModel",
+        },
+        encoders=("t5",),
+        tasks=("text-to-video", "image-to-video", "text-to-image"),
+        multiple=32,
+        takes=("model.train_only", "model.first_frame_conditioning_p"),
+        defaults={"model.t5_max_length": 128},
+    ),
     "qwen_image": flow_row(
         title="Qwen-Image",
         network="Qwen-Image",
@@ -386,10 +402,11 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
+# [model] type as diffusion-pipe spells it, where that is another
+ALSO = {"ltx-video": "ltx_video"}
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "ltx-video", "hunyuan-video", "cosmos",
-    "hunyuan_video_15", "ernie_image", "ltx2", "anima",
+    "hunyuan-video", "cosmos", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

@@ -104,8 +104,8 @@ def test_the_other_door_knows_what_flux_is(here: Path) -> None:
     cfg = by_flags([*line, "--family=flux"]).config
     assert cfg.model.t5_max_length == 512 and cfg.sample.sampler == "flow_euler" and not cfg.cache.latents_to_disk
     with pytest.raises(ConfigFault) as caught:
-        by_flags([*line, "--family=ltx-video"])
-    assert any(is_about(fault, "--family", "'ltx-video'") for fault in caught.value.faults)
+        by_flags([*line, "--family=ltx2"])
+    assert any(is_about(fault, "--family", "'ltx2'") for fault in caught.value.faults)
 
 
 def test_a_layout_that_a_family_has_not(here: Path) -> None:

@@ -68,7 +68,7 @@ CHINESE = Language(
         "uncounted": "未计算", "forward": "前向", "captions": "描述编码", "keys": "键名",
         "samples": "采样", "equal": "逐比特一致", "pipeline": "与 pipeline 一致", "equations": "与我们的公式一致", "whole": "整个文件",
         "tensors": "{} 个张量", "own": "无对照表", "not": "否", "frames": "{} 帧",
-        "text-to-image": "文生图", "text-to-video": "文生视频", "image-to-image": "图像编辑",
+        "text-to-image": "文生图", "text-to-video": "文生视频", "image-to-video": "图生视频", "image-to-image": "图像编辑",
     },
     comma="、",
 )  # fmt: skip

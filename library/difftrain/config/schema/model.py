@@ -54,6 +54,9 @@ class ModelSection(Section):
         description="tokens of a caption that are kept of what a language model reads; unset: the pipeline's number",
     )
     guidance: NonNegative = Field(1.0, description="guidance value passed to a guidance-distilled model (Flux.1)")
+    first_frame_conditioning_p: Share = Field(
+        0.0, description="how often a clip's first frame is given, almost without noise and without a loss"
+    )
     t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
     enable_uncond_text_dropout: bool = Field(
         False, description="zeros in place of a text encoder's outputs, by chance for each"

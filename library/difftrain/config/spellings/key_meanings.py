@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.validate import show
-from difftrain.models.registry import FAMILIES, LATER
+from difftrain.models.registry import ALSO, FAMILIES, LATER
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ Meaning = Callable[[LayerLike, KeyValue, Any], None]
 def _family(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a family by its name; one that is known and not built yet is refused by that."""
     built = f"built are {', '.join(FAMILIES)}"
-    if value in FAMILIES:
-        layer.put("model.family", value, item)
+    if (name := ALSO.get(str(value), value)) in FAMILIES:
+        layer.put("model.family", name, item)
     elif value in LATER:
         layer.other_family = str(value)
         layer.fault(item, f"the family {value!r} is not built yet", built, bad="model.family")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 DENOISE, TEXT_RECON = "denoise", "text_recon"
+FIRST_FRAME = "first_frame"  # draw: below the share, a clip's first frame is given
+GIVEN_TIME = 1e-5  # of a frame that is given: almost without noise
 
 
 def time_of(section: FlowSection, token: int, shift: Shift | None = None, frames: int = 0) -> FlowTime:
@@ -61,6 +63,26 @@ def inputs(batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inpu
     )
 
 
+def with_first_frame(made: Inputs, batch: Batch, latents: Tensor, share: float) -> Inputs:
+    """Give a share of the clips their first frame: almost without noise, at a time of its own, and without a loss.
+
+    Pictures stay as they are, and so do clips that are evaluated, which have no such draw.
+    """
+    if FIRST_FRAME not in batch.draws or latents.ndim == 4 or latents.shape[2] == 1:
+        return made
+    frames = latents.shape[2]
+    is_given = torch.zeros((len(latents), frames), dtype=torch.bool, device=latents.device)
+    is_given[:, 0] = batch.draws[FIRST_FRAME] < share
+    t = torch.where(is_given, GIVEN_TIME, batch.draws["timestep"].float()[:, None])
+    learnt = (~is_given).float()[:, None, :, None, None].expand(-1, -1, -1, *latents.shape[-2:])
+    return replace(
+        made,
+        x_t=flow.add_noise(latents, batch.draws["noise"].float(), t),
+        timestep=flow.SCALE * t,
+        mask=learnt if made.mask is None else learnt * made.mask,
+    )
+
+
 def weight_of(batch: Batch, samples: int, device: torch.device) -> Tensor:
     """Return the weight of each sample's loss by the source that it comes from, (B,) fp32."""
     weight = batch.features.get("loss_weight")
@@ -68,13 +90,13 @@ def weight_of(batch: Batch, samples: int, device: torch.device) -> Tensor:
 
 
 def mask_of(batch: Batch, latents: Tensor) -> Tensor | None:
-    """Return the mask of the loss at the latents' size, where there is one: (B, 1, [1,] h, w)."""
+    """Return the mask of the loss at the latents' size, where there is one: (B, 1, [F,] h, w), of a clip alike in every frame."""
     if batch.loss_mask is None:
         return None
     height, width = latents.shape[-2:]
     # nearest, so that a mask stays what it is and no cell counts in part
     mask = losses.mask_nearest(batch.loss_mask, (height, width))
-    return mask if latents.ndim == 4 else mask.unsqueeze(2)
+    return mask if latents.ndim == 4 else mask.unsqueeze(2).expand(-1, -1, latents.shape[2], -1, -1)
 
 
 def sample_losses(section: LossSection, prediction: Tensor, inputs: Inputs) -> Tensor:

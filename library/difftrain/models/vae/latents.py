@@ -292,4 +292,6 @@ def decode(vae: Any, latents: Latents, value: Tensor) -> Tensor:
     """Decode latents, outside of autocast and in the VAE's own dtype. Shapes: (B, C, [F,] h, w) -> (B, 3, [F,] H, W), -1..1."""
     with torch.autocast(value.device.type, enabled=False):
         raw = latents.unscaled(value.float()).to(next(vae.parameters()).dtype)
-        return vae.decode(raw, return_dict=False)[0].float()
+        # a decoder that takes noise away itself is told that there is none
+        noise = (raw.new_zeros(len(raw)),) if getattr(vae.config, "timestep_conditioning", False) else ()
+        return vae.decode(raw, *noise, return_dict=False)[0].float()
