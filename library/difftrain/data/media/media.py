@@ -37,6 +37,7 @@ __all__ = [
     "Header",
     "Unusable",
     "decode",
+    "decode_animation",
     "decode_for",
     "decode_rgba",
     "fit",
@@ -148,6 +149,21 @@ def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     Shape: (H, W, 4), whole. Raises: Unusable.
     """
     return _decode(data, _to_rgba, max_pixels)
+
+
+def decode_animation(file: BinaryIO, *, max_pixels: int = MAX_PIXELS) -> Iterator[np.ndarray]:
+    """Decode the pictures of an animated GIF or WebP one after the other; the first is what decode makes of the file.
+
+    Shape: (H, W, 3) uint8 of each. Ends where there are no more. Raises: Unusable.
+    """
+    file.seek(0)
+    with _faults():
+        image = _open(file, max_pixels)
+        turn = _orientation(image, None)
+        for index in range(getattr(image, "n_frames", 1)):
+            image.seek(index)
+            picture = _to_rgb(image)
+            yield np.asarray(picture.transpose(_TURNS[turn]) if turn in _TURNS else picture)
 
 
 def _decode(

@@ -1,0 +1,264 @@
+"""Clips: frames of video files, animated pictures and folders of pictures, at the frames a second that are asked for.
+
+Frame i of a clip at `fps` is what is shown i / fps seconds after the file's first frame, in exact fractions of a second:
+files with uneven frame times come out right, and a file at exactly that rate gives its frames one by one. A frame that is
+late by less than a twentieth of 1 / fps (or by a tick of the file's clock) counts as shown: Matroska rounds times to
+milliseconds, and 29.97 is not 30000/1001. Decoding begins at the key frame before and ends with the last frame wanted,
+so that a window is, bit by bit, a slice of the whole file; one full frame and the cut clip are in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from difftrain.data.media.containers import container_of, is_animated, read_animation
+from difftrain.data.media.media import MAX_PIXELS, Unusable, check_size, decode, decode_animation, probe
+from difftrain.data.media.video import Video, opened
+from difftrain.io.files import open_regular
+
+__all__ = [
+    "CLIP_VERSION",
+    "ClipHeader",
+    "FramesFolder",
+    "decode_clip",
+    "decode_first",
+    "frames_in",
+    "is_clip",
+    "probe_clip",
+]
+
+CLIP_VERSION = 1  # part of what names cached features; raise it when any pixel or any time of any clip changes
+
+Cut = Callable[[np.ndarray], np.ndarray]
+_Shown = Iterator[tuple[int, np.ndarray]]
+_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif"}
+_HEAD = 64
+
+
+class ClipHeader(NamedTuple):
+    """What a clip is, without decoding it. size_wh is upright and with square pixels."""
+
+    size_wh: tuple[int, int]
+    format: str  # such as "mp4 h264"
+    duration_ms: int  # from the first frame's time to the end of the last, rounded up
+    frames: int  # of the file
+    fps: float  # on average
+    is_constant: bool  # frame times are even
+
+
+def is_clip(head: bytes) -> bool:
+    """Tell a video container, or an animated GIF or WebP, by its first bytes.
+
+    64 bytes tell a video; of a GIF that ends behind them, a sign of timing is taken for more than one frame.
+    """
+    return container_of(head[:_HEAD]) is not None or is_animated(head)
+
+
+def frames_in(duration_ms: int, fps: Fraction) -> int:
+    """Return how many frames at `fps` are shown to their end within a duration."""
+    return math.floor(duration_ms * fps / 1000)
+
+
+def probe_clip(file: BinaryIO | bytes | Path) -> ClipHeader:
+    """Read size, times and number of frames. Of a video one frame is decoded, which alone tells how it is turned.
+
+    Raises: Unusable; OSError where a file cannot be read.
+    """
+    with opened(file) as stream:
+        head = _head(stream)
+        return _probe_animation(stream) if _is_animation(head) else _probe_video(stream)
+
+
+def _head(stream: BinaryIO) -> bytes:
+    head = stream.read(_HEAD)
+    if not head:
+        raise Unusable("empty", "0 bytes")
+    return head
+
+
+def _is_animation(head: bytes) -> bool:
+    """Tell an animated picture from a video. Raises: Unusable where it is neither."""
+    if container_of(head) is not None:
+        return False
+    if head[:4] == b"GIF8" or is_animated(head):
+        return True
+    raise Unusable("not a video", f"no known container (starts with {head[:8].hex(' ')})")
+
+
+def _probe_animation(stream: BinaryIO) -> ClipHeader:
+    form, durations = read_animation(stream)
+    size_wh = probe(_rewound(stream)).size_wh
+    total = sum(durations)
+    return ClipHeader(size_wh, form, total, len(durations), 1000 * len(durations) / total, len(set(durations)) == 1)
+
+
+def _rewound(stream: BinaryIO) -> BinaryIO:
+    stream.seek(0)
+    return stream
+
+
+def _probe_video(stream: BinaryIO) -> ClipHeader:
+    video = Video(stream, MAX_PIXELS)
+    try:
+        times = video.timeline()
+        height, width, _ = video.first_picture().shape
+        check_size(width, height)
+        if times.end <= 0:
+            raise Unusable("broken", "it is shown for no time")
+        fps = float(times.frames / times.end)
+        form = f"{video.container_name} {video.codec_name}"
+        return ClipHeader((width, height), form, math.ceil(times.end * 1000), times.frames, fps, times.is_constant)
+    finally:
+        video.close()
+
+
+def decode_clip(
+    file: BinaryIO | bytes | Path,
+    *,
+    first: int,
+    frames: int,
+    fps: Fraction,
+    start_ms: int = 0,
+    cut: Cut | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """Decode what is shown at start_ms / 1000 + (first + i) / fps seconds after the file's first frame.
+
+    cut: resizes and crops a frame; its results must be of one shape.
+    Shape: (F, H, W, 3) uint8. Raises: Unusable, also where the clip ends early; OSError where a file cannot be read.
+    """
+    times = _times(first, frames, fps, start_ms)
+    with opened(file) as stream:
+        return _stack(_shown(stream, times, fps, max_pixels), times, cut)
+
+
+def decode_first(
+    file: BinaryIO | bytes | Path, *, start_ms: int = 0, cut: Cut | None = None, max_pixels: int = MAX_PIXELS
+) -> np.ndarray:
+    """Decode one frame, the first or the one at start_ms. Shape: (H, W, 3) uint8. Raises: as decode_clip."""
+    return decode_clip(file, first=0, frames=1, fps=Fraction(24), start_ms=start_ms, cut=cut, max_pixels=max_pixels)[0]
+
+
+def _times(first: int, frames: int, fps: Fraction, start_ms: int) -> list[Fraction]:
+    if frames < 1 or first < 0 or start_ms < 0 or fps <= 0:
+        raise ValueError(f"no window of a clip: first={first}, frames={frames}, fps={fps}, start_ms={start_ms}")
+    start = Fraction(start_ms, 1000)
+    return [start + Fraction(first + index) / Fraction(fps) for index in range(frames)]
+
+
+def _stack(pictures: _Shown, times: Sequence[Fraction], cut: Cut | None) -> np.ndarray:
+    clip: np.ndarray | None = None
+    size, done = None, 0
+    for count, pixels in pictures:
+        if size is not None and pixels.shape != size:
+            raise Unusable(
+                "changing size", f"frames of {size[1]} x {size[0]} and {pixels.shape[1]} x {pixels.shape[0]} px"
+            )
+        size = pixels.shape
+        picture = pixels if cut is None else cut(pixels)
+        if clip is None:
+            clip = np.empty((len(times), *picture.shape), np.uint8)
+        clip[done : done + count] = picture
+        done += count
+    if clip is None or done < len(times):
+        missing = f"frame {done + 1} of {len(times)} would be shown at {float(times[done]):.3f} s"
+        raise Unusable("truncated", f"{done} of {len(times)} frames are in the file: it ends early, {missing}")
+    return clip
+
+
+def _shown(stream: BinaryIO, times: Sequence[Fraction], fps: Fraction, max_pixels: int) -> _Shown:
+    """Iterate over (how many of the times in a row, the picture that is shown at them)."""
+    if _is_animation(_head(stream)):
+        durations = read_animation(stream).durations_ms
+        yield from _pictures_at(times, durations, lambda: decode_animation(stream, max_pixels=max_pixels))
+        return
+    video = Video(stream, max_pixels)
+    try:
+        for count, frame in video.shown_at(times, video.tolerance(fps)):
+            yield count, video.to_rgb(frame)
+    finally:
+        video.close()
+
+
+def _pictures_at(
+    times: Sequence[Fraction], durations_ms: Sequence[int], pictures: Callable[[], Iterator[np.ndarray]]
+) -> _Shown:
+    ends = [Fraction(end, 1000) for end in accumulate(durations_ms)]
+    at = 0
+    for end, pixels in zip(ends, pictures()):
+        count = 0
+        while at + count < len(times) and times[at + count] < end:
+            count += 1
+        if count:
+            yield count, pixels
+            at += count
+        if at == len(times):
+            return
+
+
+@dataclass(frozen=True)
+class FramesFolder:
+    """A folder of pictures as a clip, in the natural order of their names, so many a second.
+
+    Raises: Unusable, of everything; OSError where a file cannot be read.
+    """
+
+    folder: Path
+    fps: Fraction
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """The pictures in order: 2.png comes before 10.png."""
+        names = [
+            path.name
+            for path in self.folder.iterdir()
+            if path.suffix.lower() in _PICTURES and not path.name.startswith(".")
+        ]
+        if not names:
+            raise Unusable("no frames", "no picture is in the folder")
+        return tuple(self.folder / name for name in sorted(names, key=_natural))
+
+    def probe(self) -> ClipHeader:
+        """Read the first picture's size and count them."""
+        with open_regular(self.paths[0]) as file:
+            header = probe(file)  # type: ignore[arg-type]
+        duration_ms = math.ceil(1000 * len(self.paths) / self.fps)
+        form = f"frames {header.format.lower()}"
+        return ClipHeader(header.size_wh, form, duration_ms, len(self.paths), float(self.fps), True)
+
+    def decode(
+        self,
+        *,
+        first: int,
+        frames: int,
+        fps: Fraction,
+        start_ms: int = 0,
+        cut: Cut | None = None,
+        max_pixels: int = MAX_PIXELS,
+    ) -> np.ndarray:
+        """Decode as decode_clip does. Shape: (F, H, W, 3) uint8."""
+        times = _times(first, frames, fps, start_ms)
+        late = 1 / (20 * Fraction(fps))
+        indices = [int((moment + late) * self.fps) for moment in times]
+        return _stack(self._read(indices, max_pixels), times, cut)
+
+    def _read(self, indices: Sequence[int], max_pixels: int) -> _Shown:
+        known = [index for index in indices if index < len(self.paths)]
+        for index in dict.fromkeys(known):
+            with open_regular(self.paths[index]) as file:
+                yield known.count(index), decode(file.read(), max_pixels=max_pixels)
+
+
+def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
+    parts = re.findall(r"\d+|\D+", name.lower())
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], name
