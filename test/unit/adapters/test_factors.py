@@ -37,6 +37,18 @@ class Values(dict[str, torch.Tensor]):
     def put(self, name: str, value: torch.Tensor) -> None:
         self[name] = value.clone()
 
+    def holds(self, name: str) -> bool:
+        return name in self
+
+    def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def refresh(self) -> None:
+        """Nothing is kept beside them."""
+
 
 @pytest.mark.flags("scale_weight_norms")
 def test_a_product_above_the_bound_is_brought_to_it_by_both_factors_alike() -> None:
