@@ -55,6 +55,7 @@ class NormBound:
     def __call__(self, weights: TrainedWeights) -> dict[str, Tensor]:
         """Scale down what is too large, on the device: the host waits for nothing, and a factor of 1 changes no bit."""
         norms: list[Tensor | None] = []
+        scaled: list[tuple[str, Tensor]] = []
         for first, second, scale in self._pairs:
             own = [name for name in (first, second) if weights.holds(name)]
             if not own:  # both are of another stage: a layer is of one
@@ -64,9 +65,8 @@ class NormBound:
             norm = product_norm(*map(weights.gathered, own, values)) * scale
             norms.append(norm)
             share = (self.largest / norm.clamp(min=self.largest)).sqrt()
-            for name, value in zip(own, values):
-                weights.put(name, value * share)
-        weights.refresh()
+            scaled += [(name, value * share) for name, value in zip(own, values)]
+        weights.load(scaled, {})
         # --- those of other stages, too: their ranks have them
         like = next(norm for norm in norms if norm is not None)
         every = weights.summed(torch.stack([like.new_zeros(()) if norm is None else norm for norm in norms]))

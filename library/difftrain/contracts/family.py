@@ -134,7 +134,7 @@ class TrainedWeights(Protocol):
     def put(self, name: str, value: Tensor) -> None: ...
     def holds(self, name: str) -> bool: ...  # whether it is here, or a part of it
     def gathered(self, name: str, tensor: Tensor) -> Tensor: ...  # all of what `value` gives; collective
-    def refresh(self) -> None: ...  # behind the last put
+    def load(self, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Tensor]) -> None: ...  # several values
     def summed(self, values: Tensor) -> Tensor: ...  # over ranks of which each has other weights
 
 

@@ -67,7 +67,7 @@ class ZeroMasterWeights(MasterWeights):
 
     @torch.no_grad()
     def put(self, name: str, value: Tensor, key: str | None = None) -> None:
-        """Keep this rank's piece of a value, or of a state. For a value, `refresh` brings it to the weights."""
+        """Keep this rank's piece of a value, or of a state. For a value, `_refresh` brings it to the weights."""
         weight: Any = self.weights[name]
         if self._stage < 3:
             weight.set_full_hp_param(value.float(), key)
@@ -80,7 +80,7 @@ class ZeroMasterWeights(MasterWeights):
         self.zero.set_local_hp_param(flat, weight, key)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Make the weights that the model computes with of the exact values."""
         zero = self.zero
         if self._stage < 3:
@@ -104,7 +104,7 @@ class ZeroMasterWeights(MasterWeights):
                 self._put_complete(self.weights[name], value)
             yield
         finally:
-            self.refresh()
+            self._refresh()
 
     @torch.no_grad()
     def _put_complete(self, weight: nn.Parameter, value: Tensor) -> None:
@@ -142,7 +142,7 @@ class ZeroMasterWeights(MasterWeights):
                 self._put_complete(self._parameters[name], value)
             else:
                 super().load([(name, value)], model)
-        self.refresh()
+        self._refresh()
 
 
 _STEP = "step"

@@ -173,9 +173,6 @@ class MasterWeights:
         """Add figures of single weights up over the ranks of which each has some of them."""
         return self.group.all_reduce(values) if self.by_stage and self.group is not None else values
 
-    def refresh(self) -> None:
-        """Let the model compute with values that have been put."""
-
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every exact value; one that is made is made when asked for."""
         return ((name, self.value(name)) for name in self.weights)
