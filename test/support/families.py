@@ -48,6 +48,7 @@ SIBLINGS_ON_DEVICES = SIBLINGS | {
     "qwen_image_edit": "qwen_image",
     "wan": "cosmos_predict2",
     "ltx_video": "cosmos_predict2",
+    "hunyuan_video": "hunyuan_image",
 }
 
 

@@ -55,7 +55,7 @@ class Oracle:
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
     pipeline: loads an export, where diffusers has no pipeline of the family. num_control: references that a sample has,
     of a model that also learns without. frames: of the clips of tests, of a family of clips. steps: the
-    fewest that its pipeline can walk.
+    fewest that its pipeline can walk. frame_times: frames may have times of their own.
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
     blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own, or takes long.
     shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
@@ -80,6 +80,7 @@ class Oracle:
     num_control: int | None = None
     frames: int = 5
     steps: int = 1
+    frame_times: bool = True
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

@@ -234,6 +234,26 @@ FAMILIES: dict[str, FamilyRow] = {
         takes=("model.train_only",),
         defaults={"model.t5_max_length": 512},
     ),
+    "hunyuan_video": flow_row(
+        title="HunyuanVideo",
+        network="HunyuanVideo",
+        target="difftrain.models.families.hunyuan_video:HunyuanVideo",
+        pipeline="HunyuanVideoPipeline",
+        parts={
+            "transformer": "diffusers:HunyuanVideoTransformer3DModel",
+            "vae": "diffusers:AutoencoderKLHunyuanVideo",
+            "text_encoder": "transformers:LlamaModel",
+            "text_encoder_2": "transformers:CLIPTextModel",
+        },
+        encoders=("llm", "clip_l"),
+        tasks=("text-to-video", "text-to-image"),
+        text_features=("hidden_1", "pooled_2"),
+        takes=("model.guidance", "model.train_only"),
+        reasons={
+            "model.clip_skip": "hunyuan_video takes the pooled output of CLIP",
+            "model.max_token_length": "hunyuan_video's CLIP encoder reads 77 tokens",
+        },
+    ),
     "ltx_video": flow_row(
         title="LTX-Video",
         network="LTX-Video",
@@ -403,10 +423,10 @@ FAMILIES: dict[str, FamilyRow] = {
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 # [model] type as diffusion-pipe spells it, where that is another
-ALSO = {"ltx-video": "ltx_video"}
+ALSO = {"ltx-video": "ltx_video", "hunyuan-video": "hunyuan_video"}
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "hunyuan-video", "cosmos", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
+    "cosmos", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

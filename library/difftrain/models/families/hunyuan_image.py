@@ -30,7 +30,7 @@ TEMPLATE = (
 )
 
 # layers that adapters go to, as ComfyUI names them: it runs this transformer with the blocks of its HunyuanVideo
-_COMFY_LAYERS = """
+COMFY_LAYERS = """
 transformer_blocks.{}.attn.to_q + transformer_blocks.{}.attn.to_k + transformer_blocks.{}.attn.to_v = double_blocks.{}.img_attn.qkv
 transformer_blocks.{}.attn.add_q_proj + transformer_blocks.{}.attn.add_k_proj + transformer_blocks.{}.attn.add_v_proj = double_blocks.{}.txt_attn.qkv
 transformer_blocks.{}.attn.to_out.0 = double_blocks.{}.img_attn.proj
@@ -63,7 +63,7 @@ class HunyuanImage(Flux):
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
-    ), layers=_COMFY_LAYERS)  # fmt: skip
+    ), layers=COMFY_LAYERS)  # fmt: skip
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
@@ -97,12 +97,12 @@ class HunyuanImage(Flux):
         until = conditions.get(UNTIL, t) if net.config.use_meanflow else None
         guidance = next(iter(self._guidance(net, t, conditions)), None)
         temb = net.time_guidance_embed(t, guidance=guidance, timestep_r=until)
-        image, mask = net.x_embedder(x_t), _or_all(conditions, "mask", "tokens")
+        image, mask = net.x_embedder(x_t), or_all(conditions, "mask", "tokens")
         text = net.context_embedder(conditions["tokens"], t, mask)
         if net.context_embedder_2 is not None:
             glyphs, glyph_mask = (
                 net.context_embedder_2(conditions["glyphs"]),
-                _or_all(conditions, "glyph_mask", "glyphs"),
+                or_all(conditions, "glyph_mask", "glyphs"),
             )
             text, mask = _in_order(glyphs, glyph_mask, text, mask)
         mask = torch.nn.functional.pad(mask, (image.shape[1], 0), value=True)[:, None, None]
@@ -135,7 +135,7 @@ class HunyuanImage(Flux):
         return {"guider": ["diffusers", "AdaptiveProjectedMixGuidance"]}
 
 
-def _or_all(conditions: Mapping[str, Tensor], mask: str, of: str) -> Tensor:
+def or_all(conditions: Mapping[str, Tensor], mask: str, of: str) -> Tensor:
     """Return a mask, or one that keeps all, (B, L)."""
     kept = conditions.get(mask)
     return conditions[of].new_ones(conditions[of].shape[:2], dtype=torch.bool) if kept is None else kept
