@@ -23,7 +23,7 @@ import numpy as np
 
 from difftrain.data.media.containers import container_of, is_animated, read_animation
 from difftrain.data.media.media import MAX_PIXELS, Unusable, check_size, decode, decode_animation, probe
-from difftrain.data.media.video import Video, opened
+from difftrain.data.media.video import Video, lateness, opened
 from difftrain.io.files import open_regular
 
 __all__ = [
@@ -43,6 +43,7 @@ Cut = Callable[[np.ndarray], np.ndarray]
 _Shown = Iterator[tuple[int, np.ndarray]]
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif"}
 _HEAD = 64
+_TICK = Fraction(1, 1000)  # of animated pictures
 
 
 class ClipHeader(NamedTuple):
@@ -180,25 +181,25 @@ def _shown(stream: BinaryIO, times: Sequence[Fraction], fps: Fraction, max_pixel
     """Iterate over (how many of the times in a row, the picture that is shown at them)."""
     if _is_animation(_head(stream)):
         durations = read_animation(stream).durations_ms
-        yield from _pictures_at(times, durations, lambda: decode_animation(stream, max_pixels=max_pixels))
+        late = lateness(fps, _TICK)
+        yield from _pictures_at(times, durations, late, decode_animation(stream, max_pixels=max_pixels))
         return
     video = Video(stream, max_pixels)
     try:
-        for count, frame in video.shown_at(times, video.tolerance(fps)):
+        for count, frame in video.shown_at(times, video.lateness(fps)):
             yield count, video.to_rgb(frame)
     finally:
         video.close()
 
 
 def _pictures_at(
-    times: Sequence[Fraction], durations_ms: Sequence[int], pictures: Callable[[], Iterator[np.ndarray]]
+    times: Sequence[Fraction], durations_ms: Sequence[int], late: Fraction, pictures: Iterator[np.ndarray]
 ) -> _Shown:
+    at, last = 0, len(durations_ms) - 1
     ends = [Fraction(end, 1000) for end in accumulate(durations_ms)]
-    at = 0
-    for end, pixels in zip(ends, pictures()):
-        count = 0
-        while at + count < len(times) and times[at + count] < end:
-            count += 1
+    for index, pixels in zip(range(last + 1), pictures):
+        until = ends[index] - (late if index < last else 0)  # the next one may come too late for its time
+        count = sum(1 for moment in times[at:] if moment < until)
         if count:
             yield count, pixels
             at += count
@@ -248,7 +249,7 @@ class FramesFolder:
     ) -> np.ndarray:
         """Decode as decode_clip does. Shape: (F, H, W, 3) uint8."""
         times = _times(first, frames, fps, start_ms)
-        late = 1 / (20 * Fraction(fps))
+        late = lateness(fps, Fraction(0))
         indices = [int((moment + late) * self.fps) for moment in times]
         return _stack(self._read(indices, max_pixels), times, cut)
 

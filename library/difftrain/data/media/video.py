@@ -24,7 +24,7 @@ from difftrain.io.files import open_regular
 if TYPE_CHECKING:
     from av import VideoFrame
 
-__all__ = ["Timeline", "Video", "opened"]
+__all__ = ["Timeline", "Video", "lateness", "opened"]
 
 _FIRST_PACKETS = 64  # more than any codec reorders
 _MAX_ASPECT = 8  # of a pixel; what is longer is damage
@@ -38,6 +38,15 @@ class Timeline(NamedTuple):
     frames: int
     end: Fraction
     is_constant: bool
+
+
+def lateness(fps: Fraction, tick: Fraction) -> Fraction:
+    """Return by how many seconds a frame may be late for its time, of a clock with such ticks, and is shown at it.
+
+    Clocks are coarse: 1/24 s is 42 ms in Matroska. And 30000/1001 is not 29.97, which nobody wants to see.
+    """
+    least = 1 / (20 * Fraction(fps))
+    return max(least, tick) if tick <= _COARSE and 2 * tick * fps < 1 else least
 
 
 @contextmanager
@@ -171,14 +180,9 @@ class Video:
     def _at(self, pts: int) -> Fraction:
         return (pts - (self._first or 0)) * self._time_base
 
-    def tolerance(self, fps: Fraction) -> Fraction:
-        """Return by how many seconds a frame may be late for its time, and is shown at it all the same.
-
-        Clocks of files tick: 1/24 s is 42 ms in Matroska. And 30000/1001 is not 29.97, which nobody wants to see.
-        """
-        least = 1 / (20 * fps)
-        tick = self._time_base
-        return max(least, tick) if tick <= _COARSE and 2 * tick * fps < 1 else least
+    def lateness(self, fps: Fraction) -> Fraction:
+        """Return by how many seconds a frame may be late for its time, and is shown at it all the same."""
+        return lateness(fps, self._time_base)
 
     def timeline(self) -> Timeline:
         """Read when frames are shown, from the index where it is complete, else from the packets: nothing is decoded."""
