@@ -416,6 +416,7 @@ def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
         "save.output_dir",  # by TrainConfig.output_dir
         # by datasets.datasets_of, which makes them settings of each source
         "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
+        "data.frame_buckets", "data.video_clip_mode",
         # by rates.part_rates
         "optimizer.unet_lr", "optimizer.text_encoder_lr",
         # by rates.second_factor_ratio

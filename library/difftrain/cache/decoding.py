@@ -32,24 +32,27 @@ from difftrain.contracts import (
     Batch,
     Bucket,
     DataFault,
+    MediaRef,
     Record,
     Reject,
     Tokenize,
     image_feature,
     reads_both,
 )
-from difftrain.data.index.inspection import PASSING, content_of
+from difftrain.data.index.inspection import PASSING, content_of, content_of_file
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob, run_jobs
 from difftrain.data.loader import WorkerDied, WorkersSilent, data_loader, items_of
 from difftrain.data.media.control import fit_reference
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import Masks, cut_mask
 from difftrain.data.media.media import Unusable
-from difftrain.data.samples import captions_of, cut_pixels, decode_layers
+from difftrain.data.samples import captions_of, cut_clip, cut_pixels, decode_layers
 from difftrain.data.sources.base import picture_name, read_image
 
 if TYPE_CHECKING:
+    from difftrain.data.media.crop import CropWindow
     from difftrain.data.prepare import Data
+    from difftrain.data.recipe import Recipe
 
 
 CHANGED_SINCE = "changed since"
@@ -92,6 +95,7 @@ class DecodingDataset(Dataset[Any]):
         kind: Cut = "mask" if self._masks else "reference" if self._control else "image"
         self._transforms = MediaTransforms(data.recipes, manifest.fingerprint, manifest.storage, kind)
         self._bad: dict[int, str] = {}
+        self._hashed: tuple[MediaRef | None, bytes] = None, b""  # the last video, and the hash of its bytes
 
     def pass_over(self, bad: Mapping[int, str]) -> None:
         """Leave out pictures that cannot be decoded here: record id -> reason. For workers that start from now on."""
@@ -186,13 +190,18 @@ class DecodingDataset(Dataset[Any]):
         address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
         source = record.media.source
-        recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
+        recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw, record.clip)
+        if record.clip is not None and not self._masks:
+            return [self._decoded_clip(record, flip, address, recipe, window)]
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
         places = [record.control[number] for number in self._numbers] if self._control else [record.media]
         files = [read_image(path)] if path else [self._index.read(media) for media in places]
         content = joined_content([content_of(data) for data in files])
-        if address is not None and self._transforms.address(source, record.size_hw, flip, content) != address:
+        if (
+            address is not None
+            and self._transforms.address(source, record.size_hw, flip, content, record.clip) != address
+        ):
             what = "its mask" if path else "its reference" if self._control else "it"
             raise Unusable(CHANGED_SINCE, f"{what} is not what it was when it was indexed")
         if self._control:
@@ -207,6 +216,20 @@ class DecodingDataset(Dataset[Any]):
         if self._masks:
             return [cut_mask(layers[..., 3], window, recipe.interpolation)]
         return [cut_pixels(layers, recipe, window)]
+
+    def _decoded_clip(
+        self, record: Record, flip: bool, address: bytes | None, recipe: Recipe, window: CropWindow
+    ) -> np.ndarray:
+        """Decode a clip, cut but not mirrored. Shape: (3, F, H, W) uint8. Raises: Unusable, OSError."""
+        assert record.clip is not None
+        source, window = record.media.source, window._replace(flip=False)
+        if address is not None:
+            if self._hashed[0] != record.media:  # the clips of a video are neighbours
+                self._hashed = record.media, content_of_file(self._index.open_media(record.media))[0]
+            made = self._transforms.address(source, record.size_hw, flip, self._hashed[1], record.clip)
+            if made != address:
+                raise Unusable(CHANGED_SINCE, "it is not what it was when it was indexed")
+        return cut_clip(self._index.open_media(record.media), record, record.clip, recipe, window)
 
     def _texts(self, n: int) -> DecodedBatch:
         """Read and tokenise some captions. Raises DataFault where they are not those that were listed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from difftrain.config import deepspeed_json
 from difftrain.config.constructors import optimizer_takes, wrong_argument
+from difftrain.config.datasets.clips import clip_buckets
 from difftrain.config.layers import Layer, judged, keys_of
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.resolve import Door, Resolution
@@ -117,6 +118,19 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
     pairs = pictures if isinstance(pictures, tuple) else ()
     out.set("training.batch_size", max(batch for _, batch in pairs) if pairs else pictures, "?image_batch")
     out.values["?batch_of"] = pairs
+
+
+def _clips(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Frames of clips come down to what the family takes, k n + 1 of them, as in diffusion-pipe; images are one frame."""
+    path = "data.frame_buckets"
+    facts = FAMILIES[str(out.values.get("model.family", DEFAULT))].clips
+    value, wrong = judged(path, out.values[path]) if path in out.values else (None, None)
+    if facts is None or value is None or wrong:
+        return
+    buckets, notes = clip_buckets(value, facts)
+    for note in notes:
+        out.note(path, note)
+    out.values[path] = list(buckets)
 
 
 def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
@@ -305,6 +319,7 @@ _STEPS = (
     _warnings,
     _length,
     _batches,
+    _clips,
     _adapter,
     _precision,
     _optimizer,

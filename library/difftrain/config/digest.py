@@ -15,7 +15,7 @@ from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import draws_captions
 from difftrain.config.layers import PATHS
 from difftrain.config.schema.families import row_of
-from difftrain.config.schema.sections import DatasetSection, TrainConfig
+from difftrain.config.schema.sections import ClipSection, DatasetSection, TrainConfig
 from difftrain.config.schema.validate import default_of, fields
 
 # sections and fields that may change between two starts of one run
@@ -52,7 +52,7 @@ ADDED = frozenset({
     "adapter.exclude_modules", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.decompose_factor",
     "adapter.init_from_existing", "adapter.fuse_adapters",
     "training.allow_tf32", "data.num_control", "data.control_columns", "data.control_dropout",
-    "data.control_size",
+    "data.control_size", "data.frame_buckets", "data.framerate", "data.video_clip_mode",
 })  # fmt: skip
 
 
@@ -139,7 +139,8 @@ _PATHS_OF_DATA = ("image_dir", "metadata_file", "conditioning_dir", "control_dir
 
 def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
     """Return what a data set is: paths by their last name, without what its global batch or no weight depends on."""
-    values = dataset.model_dump(mode="json", exclude={"batch_size", "subsets"})
+    unset = {name for name in ClipSection.model_fields if getattr(dataset, name) == default_of(f"data.{name}")}
+    values = dataset.model_dump(mode="json", exclude={"batch_size", "subsets", *unset})
     by_name = {f"{name}: {field}": value for field, value in values.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():

@@ -31,7 +31,7 @@ from difftrain.contracts.family import (
     image_feature,
     reads_both,
 )
-from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, ReferenceArea, Reject
+from difftrain.contracts.records import Batch, Bucket, Clip, ClipFacts, Draw, MediaRef, Record, ReferenceArea, Reject
 
 __all__ = [
     "CAPTION",
@@ -46,6 +46,8 @@ __all__ = [
     "Bucket",
     "Carry",
     "Chain",
+    "Clip",
+    "ClipFacts",
     "ConfigFault",
     "DataFault",
     "DifftrainError",

@@ -45,6 +45,33 @@ class ReferenceArea:
         return Bucket(*self.size_hw((bucket.height, bucket.width)))
 
 
+@dataclass(frozen=True)
+class ClipFacts:
+    """Say which clips a family takes: `fps` frames a second, `every` * n + 1 of them."""
+
+    fps: float
+    every: int
+
+    def frames(self, at_most: int) -> int:
+        """Return the most frames that a clip of at most so many may have."""
+        return (max(at_most, 1) - 1) // self.every * self.every + 1
+
+
+class Clip(NamedTuple):
+    """A window of a video: `frames` frames at `fps` a second, from the one numbered `first` on.
+
+    They are counted from start_ms of the video on; available: how many there are at this rate to the end of that part.
+    fps: a fraction as text, such as "24" or "30000/1001". part: what tells several windows of one video apart, "" of one.
+    """
+
+    start_ms: int
+    first: int
+    frames: int
+    available: int
+    fps: str
+    part: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaRef:
     """Locate media bytes: a file of a source, or a part of one.
@@ -72,10 +99,15 @@ class Record:
     media: MediaRef
     captions: tuple[str, ...]
     size_hw: tuple[int, int]  # after EXIF rotation
-    frames: int = 1
     content: bytes | None = None  # blake2b-128 of the media bytes, to find duplicates; never seeds a draw
     name: str = ""  # what messages call it: "folder/000.tar!0001.jpg"
     control: tuple[MediaRef, ...] = ()  # its reference images, in order
+    clip: Clip | None = None  # None: an image
+
+    @property
+    def frames(self) -> int:
+        """Return how many frames it has as a sample, 1 of an image."""
+        return self.clip.frames if self.clip is not None else 1
 
 
 class Draw(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.clips import reads_clips
 from difftrain.config.datasets.datasets import datasets_of, subsets_of
 from difftrain.config.paths import expanded, is_url, user_cache
 from difftrain.config.schema.sections import SizeSection, SubsetSection
@@ -192,6 +193,13 @@ def _reading_hash(cfg: TrainConfig) -> str:
     if cfg.data.num_control:
         folders = [os.path.realpath(expanded(folder)) for folder in cfg.data.control_dirs]
         reading["control"] = [cfg.data.num_control, folders, cfg.data.control_columns]
+    clips = [
+        [dataset.frame_buckets, dataset.framerate or cfg.data.framerate, dataset.video_clip_mode]
+        for dataset in datasets_of(cfg.data, cfg.captions)
+        if reads_clips(dataset.frame_buckets)
+    ]
+    if clips:
+        reading["clips"] = clips
     if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
         reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]
     return _short_hash(reading)
@@ -226,7 +234,9 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     if (folder / "header.json").is_file():
         return False
     buckets, ordinals = _record_buckets(cfg, index)
-    seed, by_key = validation_seed(cfg), not (cfg.data.datasets or cfg.data.reg_dirs or overlaps(index.sources))
+    parted = any(info.frame_buckets for info in index.sources)  # clips of one video are held out together
+    several = cfg.data.datasets or cfg.data.reg_dirs or overlaps(index.sources)
+    seed, by_key = validation_seed(cfg), not (several or parted)
     with disk_faults(index.folder):
         build_tables(
             folder,
@@ -253,7 +263,7 @@ def _record_buckets(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.nd
     columns, tables = index.columns(), [BucketTable.of(dataset) for dataset in datasets_of(cfg.data, cfg.captions)]
     width, height = np.asarray(columns.width), np.asarray(columns.height)
     if len(tables) == 1:
-        return tables[0].select_many(width, height)
+        return _with_frames(*tables[0].select_many(width, height), columns)
     dataset = np.array([source.dataset for source in index.sources])[np.asarray(columns.source)]
     buckets: list[Bucket] = []
     ordinals = np.full(len(dataset), -1, dtype=np.int64)
@@ -262,7 +272,16 @@ def _record_buckets(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.nd
         own_buckets, own_ordinals = table.select_many(width[own], height[own])
         ordinals[own] = np.where(own_ordinals < 0, -1, own_ordinals + len(buckets))
         buckets += own_buckets
-    return buckets, ordinals
+    return _with_frames(buckets, ordinals, columns)
+
+
+def _with_frames(buckets: list[Bucket], ordinals: np.ndarray, columns: IndexColumns) -> tuple[list[Bucket], np.ndarray]:
+    """Give the buckets of clips their frames: those of one size and number are a bucket of their own."""
+    if columns.clips is None:
+        return buckets, ordinals
+    numbers, which = np.unique(np.asarray(columns.frames), return_inverse=True)
+    of_clips = [bucket._replace(frames=int(frames)) for frames in numbers for bucket in buckets]
+    return of_clips, np.where(ordinals < 0, -1, ordinals + which * len(buckets))
 
 
 def _shares(cfg: TrainConfig, index: Index) -> list[float]:
@@ -297,7 +316,7 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
         parts.append(["plain files of a shard", data.shard_size])
     if any(source.is_reg for source in index.sources):
         parts.append([source.is_reg for source in index.sources])
-    if held_out_by and overlaps(index.sources):
+    if held_out_by and (overlaps(index.sources) or any(source.frame_buckets for source in index.sources)):
         parts.append("one lot per image")
     return index.folder / f"tables-{_short_hash(parts)}"
 

@@ -28,7 +28,8 @@ class Recipe:
     batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. masks: where
     those of the loss lie that are files of their own. num_control: reference images that each picture has. control_area: the size that these
     are brought to; None: their picture's. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
-    num_variants: captions of a record, of which each use draws one; None: each use has one of its own.
+    num_variants: captions of a record, of which each use draws one; None: each use has one of its own. moves_clips: each use of a
+    video takes another part of it.
     """
 
     captions: CaptionSection
@@ -47,6 +48,7 @@ class Recipe:
     is_reg: bool = False
     decoder: str = HOST
     num_variants: int | None = None
+    moves_clips: bool = False
 
     @property
     def has_masks(self) -> bool:
@@ -84,6 +86,7 @@ class Recipe:
             color_aug=False,
             face_crop_range=None,
             loss_weight=1.0,
+            moves_clips=False,
         )
 
 
@@ -115,6 +118,7 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         is_reg=subset.is_reg,
         decoder=cfg.data.image_decoder,
         num_variants=_variants(subset.captions, cfg),
+        moves_clips=dataset.video_clip_mode == "random",
     )
 
 

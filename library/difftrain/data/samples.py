@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from difftrain.contracts import (
     Batch,
     Bucket,
+    Clip,
     DataFault,
     Draw,
     DrawSpec,
@@ -26,6 +28,7 @@ from difftrain.contracts import (
 )
 from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, written
 from difftrain.data.features import NOTHING_CACHED, FeatureStore
+from difftrain.data.media.clips import decode_clip
 from difftrain.data.media.control import fit_reference
 from difftrain.data.media.crop import CropWindow, crop_window, recoloured
 from difftrain.data.media.decoders import HOST
@@ -36,6 +39,7 @@ from difftrain.diffusion.draws import Stream, choice, integer, mixed, normal, un
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index
+    from difftrain.data.media.clips import MediaFile
 
 Spare = Callable[[int], Iterable[int]]  # slot in the batch -> ids to take instead, in order
 
@@ -45,7 +49,7 @@ class Sample:
     """One picture as the model gets it, and the sizes SDXL is conditioned on, as (height, width) and (top, left)."""
 
     record: Record
-    pixels: np.ndarray | None  # (3, H, W) uint8; None where all that is read of it is cached
+    pixels: np.ndarray | None  # (3, H, W) uint8, of a clip (3, F, H, W); None where all that is read of it is cached
     caption: str
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
@@ -138,7 +142,9 @@ class SampleMaker:
         # pixels
         pixels = mask = layers = None
         by_alpha = store.masks is None and recipe.alpha_mask and recipe.masks is None  # files win (kohya)
-        if store.decodes or by_alpha:
+        if record.clip is not None:
+            pixels = self._clip(record, draw, recipe, window) if store.decodes else None
+        elif store.decodes or by_alpha:
             layers = decode_layers(record, recipe, window, self.index.read(record.media))
         if store.decodes and layers is not None:
             pixels = cut_pixels(layers, recipe, window)
@@ -153,6 +159,22 @@ class SampleMaker:
             mask = fit_mask(layers[..., 3], window, recipe.interpolation)
         control = self._control(record, draw, recipe, window) if store.decodes_control else ()
         return Sample(record, pixels, caption, *window.sizes, mask, window.flip, control)
+
+    def _clip(self, record: Record, draw: Draw, recipe: Recipe, window: CropWindow) -> np.ndarray:
+        """Decode a clip, each frame cut as a picture is. Shape: (3, F, H, W) uint8. Raises Unusable, OSError."""
+        clip = record.clip
+        assert clip is not None
+        if recipe.moves_clips:
+            first = integer(self.seed, draw.key, draw.occurrence, "clip", clip.available - clip.frames + 1)
+            clip = clip._replace(first=first)
+        pixels = cut_clip(self.index.open_media(record.media), record, clip, recipe, window)
+        if recipe.color_aug:  # all frames alike
+            frames = [
+                recoloured(frame, Stream(self.seed, draw.key, draw.occurrence, "colour"))
+                for frame in pixels.swapaxes(0, 1)
+            ]
+            pixels = np.stack(frames, axis=1)
+        return pixels
 
     def _control(self, record: Record, draw: Draw, recipe: Recipe, window: CropWindow) -> tuple[np.ndarray, ...]:
         """Make the references of one use: cut, mirrored and coloured as the picture is. Raises Unusable, OSError."""
@@ -255,6 +277,21 @@ def decode_layers(record: Record, recipe: Recipe, window: CropWindow, data: byte
 def cut_pixels(layers: np.ndarray, recipe: Recipe, window: CropWindow) -> np.ndarray:
     """Resize and cut a picture. Shape: (h, w, 3 or 4) uint8 -> (3, H, W) uint8."""
     return fit(layers[..., :3], window.fit.resized_wh, window.crop, window.flip, recipe.interpolation)
+
+
+def cut_clip(file: MediaFile, record: Record, clip: Clip, recipe: Recipe, window: CropWindow) -> np.ndarray:
+    """Decode a clip, each frame resized and cut as a picture is. Shape: (3, F, H, W) uint8. Raises Unusable."""
+
+    def cut(frame: np.ndarray) -> np.ndarray:
+        if frame.shape[:2] != record.size_hw:
+            (h, w), (was_h, was_w) = frame.shape[:2], record.size_hw
+            raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
+        return fit(frame, window.fit.resized_wh, window.crop, window.flip, recipe.interpolation)
+
+    frames = decode_clip(
+        file, first=clip.first, frames=clip.frames, fps=Fraction(clip.fps), start_ms=clip.start_ms, cut=cut
+    )
+    return np.ascontiguousarray(frames.swapaxes(0, 1))
 
 
 def captions_of(record: Record, recipe: Recipe) -> list[str]:

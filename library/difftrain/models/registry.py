@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from difftrain.contracts import ConfigFault, Family, Fault
+from difftrain.contracts import ClipFacts, ConfigFault, Family, Fault
 from difftrain.models.row import (
     CONTROL_FIELDS,
     FOLDER_LAYOUTS,
@@ -231,6 +231,7 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         encoders=("umt5",),
         tasks=("text-to-video", "text-to-image"),
+        clips=ClipFacts(fps=16, every=4),
         takes=("model.train_only",),
         defaults={"model.t5_max_length": 512},
     ),
@@ -266,6 +267,7 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         encoders=("t5",),
         tasks=("text-to-video", "image-to-video", "text-to-image"),
+        clips=ClipFacts(fps=25, every=8),
         multiple=32,
         takes=("model.train_only", "model.first_frame_conditioning_p"),
         defaults={"model.t5_max_length": 128},

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from difftrain.contracts import ReferenceArea
+from difftrain.contracts import ClipFacts, ReferenceArea
 
 LAYOUTS = ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")
 FOLDER_LAYOUTS = ("diffusers", "diffusers_safetensors")
@@ -47,7 +47,7 @@ class FamilyRow:
     sizes: tuple[str, ...] = ()
     sizes_multiple: Mapping[str, int] = field(default_factory=dict)
     layouts: tuple[str, ...] = LAYOUTS
-    clips: bool = False  # whether data may hold clips
+    clips: ClipFacts | None = None  # which it is trained on; None: images alone
     control: int = 0  # reference images that it is shown, at most; each has its image's size, or one of its own
     control_area: ReferenceArea | None = None  # which that is, where it may be: positions of references are their own
     control_least: int = 1  # of these, where it is shown any: 0 of a model that also draws from captions alone
@@ -79,6 +79,8 @@ FLOW_FIELDS = ("flow", "repa", "model.transformer")
 ROUTED_FIELDS = ("tread", "patch_masking")
 # of those that edit: images that they are shown
 CONTROL_FIELDS = ("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout")
+# of those that make clips: which frames of a video they are trained on
+CLIP_FIELDS = ("data.frame_buckets", "data.framerate")
 # what pipelines bring references to, in their own shape: a million pixels, or one of Kontext's sizes
 MILLION = ReferenceArea(1024 * 1024)
 _TALL = ((1568, 672), (1504, 688), (1456, 720), (1392, 752), (1328, 800), (1248, 832), (1184, 880), (1104, 944))
@@ -119,5 +121,7 @@ def flow_row(*, takes: Iterable[str] = (), defaults: Mapping[str, Any] | None = 
         "sizes": ("tiny",),
         "layouts": ("safetensors", *FOLDER_LAYOUTS),
     }
-    fields = frozenset({*FLOW_FIELDS, *paths, *lengths, *takes})
-    return FamilyRow(**{**shared, **row}, takes=fields, defaults={**FLOW_DEFAULTS, **(defaults or {})})
+    clips: ClipFacts | None = row.get("clips")
+    fields = frozenset({*FLOW_FIELDS, *paths, *lengths, *takes, *(CLIP_FIELDS if clips else ())})
+    own = {"data.framerate": float(clips.fps)} if clips else {}
+    return FamilyRow(**{**shared, **row}, takes=fields, defaults={**FLOW_DEFAULTS, **own, **(defaults or {})})

@@ -75,4 +75,5 @@ def _rows(files: list[tuple[int, int, int]], sizes: Sequence[tuple[int, int]], s
                 None,
                 keys[16 * i : 16 * i + 16],
                 None,
+                None,
             )

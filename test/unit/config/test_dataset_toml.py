@@ -172,7 +172,7 @@ root = 'b'
 enable_ar_bucket = true
 resolutions = [[64, 64, 1]]
 subsample_ratio = 1.5
-video_clip_mode = 'multiple_overlapping'
+video_clip_mode = 'single_end'
 shuffle_delimiter = ''
 control_path = 'b'
 mask_path = 'nowhere'
@@ -191,7 +191,7 @@ num_repeats = 0
         ("[[directory]] 1 root", "contradicts", "path", "'b'", "'a'"),
         ("[[directory]] 1 resolutions", "[[64, 64, 1]]", "sides"),
         ("[[directory]] 1 subsample_ratio", "1.5", "0", "1"),
-        ("[[directory]] 1 video_clip_mode", "multiple_overlapping", "retired"),
+        ("[[directory]] 1 video_clip_mode", "single_end", "multiple_overlapping"),
         ("[[directory]] 1 shuffle_delimiter", "''"),
         ("[[directory]] 1 control_path", "'sdxl'"),
         ("[[directory]] 1 mask_path", "folder", "'nowhere'"),
@@ -214,7 +214,7 @@ num_repeats = 0
         ("resolutions = [64]\n[[directory]]\npath = 'nothing'", ["[[directory]] 1 path", "folder", "'nothing'"]),
         ("resolutions = [64]\nenable_ar_bucket = true\n[[directory]]\npath = 'a'", ["[[directory]] 1", "min_ar", "max_ar", "num_ar_buckets", "missing"]),
         ("resolutions = [64]\n[[directory]]\npath = 'a'\nonline_captions = true", ["online_captions", "captions.json", "a"]),
-        ("size_buckets = [[64, 64, 33]]\n[[directory]]\npath = 'a'", ["size_buckets", "clips", "'sdxl'", "1"]),
+        ("size_buckets = [[64, 64, 33]]\n[[directory]]\npath = 'a'", ["size_buckets", "frame_buckets", "1"]),
         ("resolutions = []\n[[directory]]\npath = 'a'", ["resolutions", "[]"]),
         ("this is no TOML", ["data.toml", "TOML"]),
     ],
@@ -317,7 +317,8 @@ GIVEN: dict[str, Any] = {
     **dict.fromkeys(("dirs", "reg_dirs", "in_json", "dataset_class", "dataset_config", "datasets")),  # the data themselves
     **dict.fromkeys(("tar_order", "tar_streams", "tar_window", "image_column", "caption_column", "verify",
                      "max_rejected_share", "shard_size", "prefetch", "workers", "image_decoder", "cache_dir", "split",
-                     "max_samples", "epoch_batches", "num_control", "control_columns", "control_dropout", "control_size")),
+                     "max_samples", "epoch_batches", "num_control", "control_columns", "control_dropout", "control_size",
+                     "frame_buckets", "framerate", "video_clip_mode")),
 }  # fmt: skip
 
 

@@ -118,10 +118,10 @@ def test_what_the_flat_file_means(here: Path) -> None:
     assert any(names(note, "smaller", "steps_per_print", "logging_steps") for note in parsed.notes)
 
 
-def test_a_file_of_clips_is_refused_by_what_is_not_built(here: Path, write: Write) -> None:
+def test_a_file_of_clips_is_refused_by_a_family_of_images(here: Path, write: Write) -> None:
     shutil.copy(DATA / "train_example_2.toml", here)
     found = faults(f"--config={write('')}", "--dataset=train_example_2.toml", "--data.resolution=[64, 64]")
-    assert found and all(names(fault.what, "built") and "train_example_2" in fault.where for fault in found)
+    assert found and all(names(fault.what, "images", "clips") and "train_example_2" in fault.where for fault in found)
 
 
 # the table
@@ -465,7 +465,7 @@ def test_two_places_may_say_the_same(write: Write) -> None:
         ("[training]\nmicro_batch_size_per_gpu = [[64]]", ["[[resolution, batch], ...]", "[[64]]"]),
         ("[optimization]\nactivation_checkpointing = 'yes'", ["'unsloth'", "'yes'"]),
         ("[optimization]\nactivation_checkpointing = 1", ["'unsloth'", "1"]),
-        ("[data]\nvideo_clip_mode = 'multiple_overlapping'", ["multiple_overlapping", "retired"]),
+        ("[data]\nvideo_clip_mode = 'single_end'", ["single_end", "multiple_overlapping"]),
         ("[training]\nseed = 1979-05-27", ["date"]),
         ("[eval]\neval_datasets = ['x']", ["tables"]),
         ("[monitoring]\nsteps_per_print = 0", ["1", "0"]),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from difftrain.contracts import Draw, MediaRef, Record
+from difftrain.contracts import Clip, Draw, MediaRef, Record
+from difftrain.data.media.clips import CLIP_VERSION
 from difftrain.data.media.control import scaled_cut
 from difftrain.data.media.crop import CropWindow, crop_window
 from difftrain.data.media.media import MEDIA_VERSION
@@ -124,31 +125,35 @@ class MediaTransforms:
     def __init__(self, recipes: Sequence[Recipe], fingerprint: str, storage: str, kind: Cut = "image") -> None:
         self.recipes, self._kind = without_augmentation(recipes), kind
         self._fingerprint, self._storage = fingerprint, storage
-        self._states: dict[tuple[int, tuple[int, int], bool], hashlib.blake2b] = {}
+        self._states: dict[tuple[int, tuple[int, int], bool, Clip | None], hashlib.blake2b] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_states": {}}  # they cannot be pickled
 
-    def address(self, source: int, size_hw: tuple[int, int], flip: bool, content: bytes) -> bytes:
-        """Return the address of what is made of a picture's, mask's or reference's bytes."""
-        state = self.state(source, size_hw, flip).copy()
+    def address(
+        self, source: int, size_hw: tuple[int, int], flip: bool, content: bytes, clip: Clip | None = None
+    ) -> bytes:
+        """Return the address of what is made of a picture's, clip's, mask's or reference's bytes."""
+        state = self.state(source, size_hw, flip, clip).copy()
         state.update(content)
         return state.digest()
 
-    def state(self, source: int, size_hw: tuple[int, int], flip: bool) -> hashlib.blake2b:
+    def state(self, source: int, size_hw: tuple[int, int], flip: bool, clip: Clip | None = None) -> hashlib.blake2b:
         """Return the hash of all but the bytes. size_hw: of the picture."""
-        requested = source, size_hw, flip
+        requested = source, size_hw, flip, clip
         state = self._states.get(requested)
         if state is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
-            cut = self._cut(self.recipes[source], self.crop_window(source, size_hw), size_hw, flip)
+            cut = self._cut(self.recipes[source], self.crop_window(source, size_hw, clip), size_hw, flip)
+            if clip is not None and self._kind == "image":
+                cut += ["clip", CLIP_VERSION, clip.start_ms, clip.first, clip.fps]
             state = self._states[requested] = media_state(cut, self._fingerprint, self._storage)
         return state
 
-    def crop_window(self, source: int, size_hw: tuple[int, int]) -> CropWindow:
-        """Say where a picture of a source is cut. Raises ValueError where no bucket fits."""
-        record = Record(0, b"", MediaRef(source, ""), (), size_hw)
+    def crop_window(self, source: int, size_hw: tuple[int, int], clip: Clip | None = None) -> CropWindow:
+        """Say where a picture or clip of a source is cut. Raises ValueError where no bucket fits."""
+        record = Record(0, b"", MediaRef(source, ""), (), size_hw, clip=clip)
         return crop_window(self.recipes[source], record, Draw(0, b"", 0), 0)
 
     def _cut(self, recipe: Recipe, window: CropWindow, size_hw: tuple[int, int], flip: bool) -> list[Any]:

@@ -27,7 +27,7 @@ from difftrain.cache.manifest.address import BYTES, V16
 from difftrain.cache.manifest.manifest import first_occurrences
 from difftrain.contracts import MediaRef, Reject
 from difftrain.data.index.index import DATABASE, Index, connect
-from difftrain.data.index.inspection import content_of
+from difftrain.data.index.inspection import content_of, content_of_file
 from difftrain.data.sources.base import read_image
 from difftrain.io.files import atomic_write, write_bytes
 
@@ -300,15 +300,20 @@ class _HashReader:
         try:
             if media.media is None:
                 data = read_image(Path(media.file))
+                content, size = content_of(data), len(data)
             else:
                 if not hasattr(self._local, "index"):
                     self._local.index = self._index.reopened()
-                data = self._local.index.read(media.media)
+                if self._index.has_clips:  # a video is not held
+                    content, size = content_of_file(self._local.index.open_media(media.media))
+                else:
+                    data = self._local.index.read(media.media)
+                    content, size = content_of(data), len(data)
             if media.size is not None and _size_and_time(media.file) != (media.size, media.mtime_ns):
-                return None, len(data), f"{CHANGED}: its size or time is not what it was when it was indexed"
+                return None, size, f"{CHANGED}: its size or time is not what it was when it was indexed"
         except OSError as error:
             return None, 0, f"{UNREADABLE}: {error.strerror or error}"
-        return content_of(data), len(data), ""
+        return content, size, ""
 
 
 class _HashProgress:

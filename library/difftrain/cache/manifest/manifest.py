@@ -26,7 +26,8 @@ import numpy as np
 from difftrain.cache.manifest.address import BYTES, V16
 from difftrain.cache.store.references import REFERENCE_ROW
 from difftrain.contracts import CAPTION, PIXELS, Bucket, Encoder, Reject, Source
-from difftrain.data.index.index import Column, Index
+from difftrain.data.index.column import Column
+from difftrain.data.index.index import Index
 from difftrain.data.media.media import Unusable
 from difftrain.io.files import write_bytes
 

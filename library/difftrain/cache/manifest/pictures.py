@@ -150,18 +150,21 @@ def bucket_by_record(tables: PlanTables, count: int) -> tuple[list[Bucket], np.n
 def _addresses(
     index: Index, transforms: MediaTransforms, ids: np.ndarray, contents: np.ndarray, flips: np.ndarray, variants: int
 ) -> np.ndarray:
-    """Make the addresses of pictures, those of one size together. Shape: (N, variants, 16) uint8, by id."""
+    """Make the addresses of pictures, those of one size together, and of clips those of one window. Shape: (N, variants, 16) uint8, by id."""
     columns = index.columns()
     record_addresses = np.zeros((index.count, variants, BYTES), dtype=np.uint8)
-    sizes = [np.asarray(column)[ids].astype(np.uint64) for column in (columns.source, columns.height, columns.width)]
+    decides = [columns.source, columns.height, columns.width]
+    decides += [] if columns.clips is None else list(np.asarray(columns.clips).T)
+    sizes = [np.asarray(column)[ids].astype(np.uint64) for column in decides]
     order = np.lexsort(sizes[::-1])
     new = np.flatnonzero(np.any([np.diff(size[order]) != 0 for size in sizes], axis=0)) + 1
     for group in np.split(order, new) if len(order) else ():
         own, first = ids[group], group[0]
-        source, height, width = (int(size[first]) for size in sizes)
+        source, height, width, *window = (int(size[first]) for size in sizes)
+        clip = index.window(source, *window) if window else None
         bytes_of = contents[own].tobytes()
         for variant in range(1 + bool(flips[own[0]])):
-            state, made = transforms.state(source, (height, width), variant == 1), bytearray()
+            state, made = transforms.state(source, (height, width), variant == 1, clip), bytearray()
             for start in range(0, len(bytes_of), BYTES):
                 digest = state.copy()
                 digest.update(bytes_of[start : start + BYTES])

@@ -7,6 +7,7 @@ from typing import Any
 
 from difftrain.config.schema.sections import (
     CaptionSection,
+    ClipSection,
     DataSection,
     DatasetSection,
     PictureSection,
@@ -58,7 +59,8 @@ def datasets_of(data: DataSection, captions: CaptionSection) -> tuple[DatasetSec
     """Return the data sets: those of the TOML, or the one that the folders of the flags are."""
     if data.datasets:
         return data.datasets
-    sizes: dict[str, Any] = {name: getattr(data, name) for name in SizeSection.model_fields}
+    fields = (*SizeSection.model_fields, *ClipSection.model_fields)
+    sizes: dict[str, Any] = {name: getattr(data, name) for name in fields}
     return (DatasetSection(subsets=tuple(_subsets(data, captions)), **sizes),)
 
 

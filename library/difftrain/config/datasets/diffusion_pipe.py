@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftrain.config import hub_ids
+from difftrain.config.datasets.clips import VIDEO_SUFFIXES, clip_buckets, reads_clips
 from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import DIFFUSION_PIPE, KEYS
 from difftrain.config.datasets.kohya import KohyaReader
@@ -32,6 +33,14 @@ class Sizes(NamedTuple):
     side: int
     nominal: Size
     sizes: tuple[Size, ...]
+
+
+class Clips(NamedTuple):
+    """Which frames of videos are read, as ClipSection has them."""
+
+    frame_buckets: tuple[int, ...]
+    framerate: float | None
+    video_clip_mode: str
 
 
 def sides_of(resolutions: list[Any]) -> list[float]:
@@ -90,7 +99,7 @@ _MANY_RESOLUTIONS = 3
 _MOST_RATIOS = 1000
 _PATHS = ("path", "mask_path", "default_mask_file")
 SHARDS = (".tar", ".parquet")
-_DATA = (*SHARDS, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
+_DATA = (*SHARDS, *VIDEO_SUFFIXES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 # what the file sets for every data set, whatever the run's configuration says of it
 _OVERRIDDEN = frozenset({
     "data.enable_bucket", "data.min_bucket_reso", "data.max_bucket_reso", "data.bucket_reso_steps",
@@ -134,12 +143,12 @@ class DirectoryReader(TomlReader):
 
     def take(self, tables: Table, multiple: int, batch_of: BatchOf) -> Resolved:
         """Make a data set of each list of buckets and batch: the sources are the directories that have both."""
-        grouped: dict[tuple[Sizes, int], list[SubsetSection]] = {}
+        grouped: dict[tuple[Sizes, int, Clips], list[SubsetSection]] = {}
         for directory in self.directories(tables):
-            subset = directory.subset()
+            subset, clips = directory.subset(), directory.clips()
             for size in directory.sizes(multiple):
                 if subset is not None:
-                    grouped.setdefault((size, directory.batch(size, batch_of)), []).append(subset)
+                    grouped.setdefault((size, directory.batch(size, batch_of), clips), []).append(subset)
         split, out = self.cfg.validation.split, self.out
         out.datasets = tuple(
             DatasetSection(
@@ -149,8 +158,9 @@ class DirectoryReader(TomlReader):
                 batch_size=batch,
                 validation_split=split,
                 subsets=tuple(subsets),
+                **clips._asdict(),
             )
-            for (size, batch), subsets in grouped.items()
+            for (size, batch, clips), subsets in grouped.items()
         )
         every = [subset for dataset in out.datasets for subset in dataset.subsets]
         out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)
@@ -320,6 +330,28 @@ class Directory:
             **look,
         )
 
+    def clips(self) -> Clips:
+        """Settle which frames of its videos are read."""
+        values, data, row = self.values, self.reader.cfg.data, row_of(self.reader.cfg)
+        base = Clips(data.frame_buckets, data.framerate, data.video_clip_mode)
+        if row.clips is None:
+            return base
+        buckets, notes = clip_buckets(values.get("frame_buckets", base.frame_buckets), row.clips)
+        for note in notes if "frame_buckets" in values else ():
+            self.note("frame_buckets", note)
+        if values.get("support_video") is False:
+            buckets = (1,)
+        elif values.get("support_video") and not reads_clips(buckets):
+            self.fault(
+                "support_video", "true, and frame_buckets names no clip", "frame_buckets = [1, 33]: frames of clips"
+            )
+        if not reads_clips(buckets):
+            self.unused(("framerate", "video_clip_mode"), "frame_buckets names no clip, and videos are not read")
+        rate = values.get("framerate", base.framerate)
+        return Clips(
+            buckets, None if rate is None else float(rate), values.get("video_clip_mode", base.video_clip_mode)
+        )
+
     def control_dirs(self) -> tuple[str, ...]:
         """Settle the folders of reference images."""
         folders = self.values.get("control_path", ())
@@ -352,11 +384,11 @@ class Directory:
             is_set = key.status == "later" and key.name in values and values[key.name] not in key.passes
             if is_set and not getattr(row, key.needs):
                 self.fault(key.name, key.why.format(family=family), key.remedy)
-        if row.clips:
-            return
         if any(frames > 1 for _, _, frames in values.get("size_buckets", ())):
-            what = f"clips are not built yet for the family {family!r}: every third number must be 1"
-            self.fault("size_buckets", what, "[width, height, 1]")
+            what = "every third number must be 1: frames of clips are the same for all sizes"
+            self.fault("size_buckets", what, "[width, height, 1], and frame_buckets = [1, 33]")
+        if row.clips is not None:
+            return
         if any(frames > 1 for frames in values.get("frame_buckets", ())):
             self.note(
                 "frame_buckets",

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from difftrain.config.schema.validate import choices_of
+
 File = Literal["kohya", "diffusion_pipe"]
 SubsetKind = Literal["dreambooth", "finetune", "controlnet"]
 Status = Literal["offered", "nearest", "later", "refused"]
@@ -61,7 +63,7 @@ class DatasetKey:
 MOST_SIDE = 16384  # px
 LEAST_RATIO, MOST_RATIO = 0.01, 100.0  # width / height
 LEAST_REPEATS = 0.0001
-CLIP_MODES = ("single_beginning", "single_middle")
+CLIP_MODES = choices_of("data.video_clip_mode")
 
 
 def _kind(expected: str, fits: Callable[[Any], bool]) -> Kind:
@@ -98,13 +100,7 @@ def _list(expected: str, fits: Callable[[Any], bool]) -> Kind:
     )
 
 
-def _clip_mode(value: Any) -> str:
-    retired = ": multiple_overlapping is retired, since it made epochs of unknown length"
-    expected = f"one of {', '.join(CLIP_MODES)}{retired if value == 'multiple_overlapping' else ''}"
-    return "" if value in CLIP_MODES else expected
-
-
-CLIP_MODE: Kind = _clip_mode
+CLIP_MODE = _kind(f"one of {', '.join(CLIP_MODES)}", lambda value: value in CLIP_MODES)
 BOOL = _kind("true or false", lambda value: isinstance(value, bool))
 TEXT = _kind("text in quotes", lambda value: isinstance(value, str))
 FILLED = _kind("text in quotes, not empty", lambda value: isinstance(value, str) and value != "")
@@ -132,8 +128,7 @@ FRAMES = _list("whole numbers, such as [1, 33]", lambda count: _is_whole(count, 
 
 Row = DatasetKey
 _RANGE = "Buckets evenly spaced in log space between the two, which are 0.01 to 100."
-_OF_CLIPS = ("Of clips. Families that make images put them into bucket 1; the log notes that the others stay empty. "
-             "`multiple_overlapping` is retired.")  # fmt: skip
+_NO_CLIPS = "no effect, which the log notes, for a family that makes images."
 
 # fmt: off
 KEYS: tuple[DatasetKey, ...] = (
@@ -229,12 +224,17 @@ KEYS: tuple[DatasetKey, ...] = (
     Row("max_ar", TOP, "dataset.sizes", kind=RATIO, help=_RANGE),
     Row("num_ar_buckets", TOP, "dataset.sizes", kind=POSITIVE, help=_RANGE),
     Row("size_buckets", TOP, "dataset.sizes", kind=SIZES, help="`[width, height, 1]` of every bucket, in place of resolutions and aspect ratios."),
-    Row("frame_buckets", TOP, kind=FRAMES, status="nearest", help=_OF_CLIPS),
+    Row("frame_buckets", TOP, "dataset.frame_buckets", "data.frame_buckets", kind=FRAMES, help=(
+        "Frames of clips, such as `[1, 33, 65]`: each clip has as many as the largest that its video fills; 1, of images, is always there, and "
+        f"others come down to what the family takes (4 n + 1 of Wan). Without others videos are not read; {_NO_CLIPS}")),
     Row("support_video", TOP, kind=BOOL, status="later", needs="clips", passes=(False,), remedy="leave this directory out, or name one of images",
-        why="clips are not built yet for the family {family!r}, which makes images",
-        help="true is an error for a family that makes no clips."),
-    Row("framerate", TOP, kind=RATE, status="nearest", help=_OF_CLIPS),
-    Row("video_clip_mode", TOP, kind=CLIP_MODE, status="nearest", help=_OF_CLIPS),
+        why="the family {family!r} makes images, no clips",
+        help="false: videos of this directory are not read, whatever frame_buckets says. true is an error for a family that makes images."),
+    Row("framerate", TOP, "dataset.framerate", "data.framerate", kind=RATE, help=(
+        f"Frames a second that clips are read with; by default the family's. {_NO_CLIPS[0].upper()}{_NO_CLIPS[1:]}")),
+    Row("video_clip_mode", TOP, "dataset.video_clip_mode", "data.video_clip_mode", kind=CLIP_MODE, help=(
+        "`single_beginning` (the default), `single_middle`: one clip of a video; `multiple_overlapping`: as many as cover it, evenly spaced; "
+        f"`random`: one, from another moment at every use. {_NO_CLIPS[0].upper()}{_NO_CLIPS[1:]}")),
 )
 # fmt: on
 KOHYA = {key.name: key for key in KEYS if "[[directory]]" not in key.tables}

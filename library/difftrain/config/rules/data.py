@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from difftrain.config import hub_ids
-from difftrain.config.datasets.datasets import draws_captions, subsets_of
+from difftrain.config.datasets.clips import reads_clips
+from difftrain.config.datasets.datasets import datasets_of, draws_captions, subsets_of
 from difftrain.config.paths import expanded, is_file, is_folder, is_url, path_exists
 from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.rules.run import Companion, lacking
@@ -15,11 +16,21 @@ from difftrain.config.schema.sections import CaptionSection, PictureSection, Siz
 from difftrain.config.spellings.spelling import option, spelled
 from difftrain.contracts import control_name
 
+
+def _reads_clips(cfg: TrainConfig) -> bool:
+    """Tell whether videos are read for any data set."""
+    return any(reads_clips(dataset.frame_buckets) for dataset in datasets_of(cfg.data, cfg.captions))
+
+
+_NO_CLIPS = "has no effect: no clips are read (frame_buckets, of families that make them)"
+
 DATA_NEEDS: tuple[Companion, ...] = (
     Companion("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
          "has no effect without regularisation images: {data.reg_dirs}, or is_reg in the dataset TOML", note=True),
     Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
+    Companion("data.framerate", _reads_clips, _NO_CLIPS, note=True),
+    Companion("data.video_clip_mode", _reads_clips, _NO_CLIPS, note=True),
     Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", passes_there=True),
     Companion("data.epoch_batches", lambda c: c.data.epoch_batches != "every" or c.data.tar_order == "random",
          "every needs {data.tar_order=random}: data that are read in sequence come in whole batches"),
@@ -183,7 +194,21 @@ def references(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         yield Finding(("data.control_columns", *about), what, "a column for each reference")
 
 
-DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes, references)
+def clips(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """Clips have no alpha, and what is cached of them is of one moment."""
+    if not _reads_clips(cfg):
+        return
+    for _ in _places(cfg, "alpha_mask"):
+        remedy = "leave it out; masks of their own hold for all frames of a clip"
+        yield Finding(("data.alpha_mask", "data.frame_buckets"), "masks by alpha, which clips have not", remedy)
+    cache = _cache_flag(cfg, "latents")
+    modes = {dataset.video_clip_mode for dataset in datasets_of(cfg.data, cfg.captions)}
+    if cache and "random" in modes:
+        what = f"random contradicts {option(cache)}: it takes another moment of a video at every use"
+        yield Finding(("data.video_clip_mode", cache), what, "multiple_overlapping caches all of a video")
+
+
+DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes, references, clips)
 
 
 _PICTURE = {

@@ -80,6 +80,24 @@ class SizeSection(Section):
     sizes: tuple[tuple[Side, Side], ...] = Field((), description="width, height of every bucket, in place of those")
 
 
+class ClipSection(Section):
+    """Which frames of a video are a sample."""
+
+    frame_buckets: tuple[PositiveInt, ...] = Field(
+        (1,),
+        description="frames of clips, such as [1, 33, 65]: each clip has as many as the largest that its video fills; images are"
+        " clips of one frame, whatever is listed; [1]: videos are not read",
+    )
+    framerate: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None, description="frames a second that clips are read with, whatever a video has; unset: those of the family"
+    )
+    video_clip_mode: Literal["single_beginning", "single_middle", "multiple_overlapping", "random"] = Field(
+        "single_beginning",
+        description="single_beginning, single_middle: one clip of a video; multiple_overlapping: as many as cover it, evenly"
+        " spaced; random: one, from another moment at every use",
+    )
+
+
 class PictureSection(Section):
     """How an image becomes pixels, and what masks its loss."""
 
@@ -132,7 +150,7 @@ class SubsetSection(PictureSection):
     captions: CaptionSection = Field(CaptionSection(), description="how captions are made of the records'")
 
 
-class DatasetSection(SizeSection):
+class DatasetSection(SizeSection, ClipSection):
     """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
 
     batch_size: BatchSize = Field(1, description="images that a device takes in one micro batch")
@@ -142,7 +160,7 @@ class DatasetSection(SizeSection):
     subsets: tuple[SubsetSection, ...] = Field((), description="its sources")
 
 
-class DataSection(SizeSection, PictureSection):
+class DataSection(SizeSection, ClipSection, PictureSection):
     """Where samples come from and which shape they get."""
 
     dirs: tuple[str, ...] = Field(

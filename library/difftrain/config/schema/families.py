@@ -57,6 +57,8 @@ FIELDS: dict[str, tuple[str, str]] = {
             "first_frame_conditioning_p",
         )), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(("loss.text_recon_gamma", "loss.text_recon_target_layer"), (_ALONE, _OR_TYPE)),
+    **dict.fromkeys(("data.frame_buckets", "data.framerate"),
+                    ("is for models of clips: {name} makes images", "leave it out, and videos are not read")),
     **dict.fromkeys(("data.control_dirs", "data.num_control", "data.control_columns", "data.control_dropout",
                      "data.control_size"),
                     (_NO_CONTROL, _OR_TYPE)),
@@ -110,6 +112,14 @@ def _of_architecture(row: FamilyRow, denoiser: Any, vae: Any) -> int | None:
     ratio, sides = vae.get("spatial_compression_ratio"), denoiser.get("patch_size")
     if isinstance(ratio, int) and isinstance(sides, list) and sides and isinstance(sides[-1], int):
         return ratio * sides[-1]
+    halved = vae.get("spatio_temporal_scaling")
+    if isinstance(halved, list):  # pixels are packed before they are halved
+        packed, own = vae.get("patch_size", 4), denoiser.get("patch_size", 1)
+        return (
+            packed * 2 ** sum(step is True for step in halved) * own
+            if isinstance(packed, int) and isinstance(own, int)
+            else None
+        )
     levels, unet_levels = vae.get("block_out_channels"), denoiser.get("block_out_channels")
     patch = denoiser.get("patch_size", 2) if row.denoiser != "unet" else None
     if not isinstance(levels, list) or not levels or (row.denoiser == "unet" and not isinstance(unet_levels, list)):

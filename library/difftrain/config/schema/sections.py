@@ -14,6 +14,7 @@ from difftrain.config.schema.adapter import AdapterSection
 from difftrain.config.schema.data import (
     CacheSection,
     CaptionSection,
+    ClipSection,
     DataSection,
     DatasetSection,
     EvalSection,
@@ -54,6 +55,7 @@ __all__ = [
     "AdapterSection",
     "CacheSection",
     "CaptionSection",
+    "ClipSection",
     "DataSection",
     "DatasetSection",
     "DeepSpeedSection",

@@ -100,17 +100,6 @@ def _checkpointing(layer: LayerLike, item: KeyValue, value: Any) -> None:
         layer.put("training.cpu_offload_checkpointing", value == "unsloth", item)
 
 
-def _clip_mode(layer: LayerLike, item: KeyValue, value: Any) -> None:
-    if value == "multiple_overlapping":
-        layer.fault(item, "multiple_overlapping is retired", "single_beginning or single_middle: one clip of a video")
-    elif value not in ("single_beginning", "single_middle", "none"):
-        layer.fault(item, f"must be one of single_beginning, single_middle; got {show(value)}")
-    elif value == "single_middle":
-        layer.notes.append(
-            f"{item.origin}: no effect: no family that is built has clips, and images are taken as they are"
-        )
-
-
 def _engine(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value == "deepspeed":
         layer.set("?deepspeed", True, item.origin)
@@ -249,7 +238,6 @@ MEANINGS: Mapping[str, Meaning] = {
     "?batch": _batch,
     "?image_batch": _image_batch,
     "?checkpointing": _checkpointing,
-    "?clip_mode": _clip_mode,
     "?deepspeed_config": _deepspeed_config,
     "?engine": _engine,
     "?eval_sets": _eval_sets,

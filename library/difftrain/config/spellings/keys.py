@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.schema.validate import choices_of
 from difftrain.config.spellings.row import Kind, Row
 from difftrain.models.registry import FAMILIES
 
@@ -68,7 +69,7 @@ STORAGE_DTYPES = {
 }  # fmt: skip
 _ENGINES = ("native", "accelerate", "fsdp", "deepspeed")
 _PARTS = f"of families that are not built yet; {', '.join(FAMILIES)} read their parts from diffusers_path"
-_CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
+CLIP_MODES = {**{mode: mode for mode in choices_of("data.video_clip_mode")}, "none": "single_beginning"}
 
 
 def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **remaining: Any) -> Row:
@@ -215,7 +216,9 @@ KEYS: tuple[Row, ...] = (
     near("map_num_proc", "data cache -", "",
         "no effect: the index is made in a pass of its own; caching_num_workers is for the cache", "int"),
     key("uncond_fraction", "data -", "captions.dropout_rate"),
-    key("video_clip_mode", "data -", "?clip_mode", _CLIPS, "str", choices=("single_beginning", "single_middle")),
+    key("frame_buckets", "data -", "data.frame_buckets"),
+    key("framerate", "data -", "data.framerate"),
+    key("video_clip_mode", "data -", "data.video_clip_mode", words=CLIP_MODES),
     key("sd3_streaming_dataset", "data -", "data.tar_order",
         "read tars and folders as streams, in a fresh order every epoch", words={True: "sequential", False: "random"}),
     key("sd3_shard_size", "data -", "data.shard_size"),

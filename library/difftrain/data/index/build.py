@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import FORMAT, LONG_CAPTION, Index, IndexSummary, check_columns, newest
-from difftrain.data.index.inspection import CAPTIONLESS, FULL, QUICK, Accepted, FileBatch, Refused
+from difftrain.data.index.inspection import CAPTIONLESS, FRAMES, FULL, QUICK, Accepted, FileBatch, Refused
 from difftrain.data.index.scan import (
     Listing,
     count_items,
@@ -34,6 +34,7 @@ from difftrain.data.index.scan import (
 from difftrain.data.index.shared_sources import about_shared_sources, copy_to_shared_sources, count_copied, nearest
 from difftrain.data.index.worker_pool import PoolJob, run_jobs
 from difftrain.data.index.writer import IndexWriter
+from difftrain.data.media.clips import CLIP_VERSION
 from difftrain.data.media.media import MEDIA_VERSION
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import printable
@@ -54,7 +55,7 @@ _OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout does not allow
 _QUICK_MEANS = "headers and file ends are read, images are not decoded, duplicates are not searched"
 _EXAMPLES = 3
 _INSPECT = "difftrain.data.index.inspection:inspect"
-_JOB_FILES = {FULL: 32, QUICK: 512}
+_JOB_FILES = {FRAMES: 8, FULL: 32, QUICK: 512}
 _EVERY_S = 10.0
 _MANY = 1 << 32
 
@@ -164,7 +165,7 @@ class _Builder:
             reasons={},
             sources=tuple(infos),
             shards=tuple(count_shards(writer, info) for info in infos),
-            verify="full" if level == FULL else "quick",
+            verify="full" if level >= FULL else "quick",
             notes=tuple(notes),
             stamp=self._refused(),
             reused=same,
@@ -206,20 +207,24 @@ class _Builder:
         )
         if info.whole_text or info.captions_file:
             parts += (int(info.whole_text), digest_of(info))
+        if info.clips is not None:
+            parts += ("clips", CLIP_VERSION, *info.clips)
         if info.num_control:
             parts += (info.num_control, listing_digest(info.control), *info.control_columns)
         return ".".join(map(str, parts))
 
     def _level(self) -> tuple[int, str]:
         """Decide how closely to look, and say why."""
+        clips = any(info.frame_buckets for info in self.infos)
         if self.data.verify == "full":
-            return FULL, "verify=full: every image is decoded once"
+            return FRAMES if clips else FULL, f"verify=full: every image{' and clip' if clips else ''} is decoded once"
         if self.data.verify == "quick":
             return QUICK, f"verify=quick: {_QUICK_MEANS}"
         items = count_items(self.writer, self.infos, AUTO_FULL_ITEMS + 1)
         if items > AUTO_FULL_ITEMS:
             return QUICK, f"verify=auto, more than {AUTO_FULL_ITEMS:,} items, so quick: {_QUICK_MEANS}"
-        return FULL, f"verify=auto, {items:,} items, so full: every image is decoded once"
+        of_clips = "; of videos the packets are read" if clips else ""
+        return FULL, f"verify=auto, {items:,} items, so full: every image is decoded once{of_clips}"
 
     def _check(self) -> Iterator[str]:
         """Look at every shard that will be read, before the work begins."""

@@ -1,14 +1,9 @@
-"""The index: every usable record of the configured data, opened in constant time and constant memory.
-
-Its columns of facts are read in place, without a memory map: each touch of a map keeps a whole run of cached pages (up to
-2 MiB on file systems with large folios), so that a process seems to grow with the file.
-"""
+"""The index: every usable record of the configured data, opened in constant time and constant memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sqlite3
 import threading
@@ -22,48 +17,15 @@ from urllib.parse import quote
 
 import numpy as np
 
-from difftrain.contracts import DataFault, MediaRef, Record, Reject
+from difftrain.contracts import Clip, DataFault, MediaRef, Record, Reject
+from difftrain.data.index.clips import clip_of_json
+from difftrain.data.index.column import Column
+from difftrain.data.media.clips import FramesFolder, MediaFile
 from difftrain.data.sources import SOURCES, SourceInfo, open_source
-from difftrain.data.sources.base import DataSource, read_image
+from difftrain.data.sources.base import DataSource, FramesRef, read_image
 from difftrain.io.files import read_regular
 
 T = TypeVar("T")
-
-
-class Column:
-    """Read entries of the first axis of a .npy file. Picklable; safe to use after a fork."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("rb", buffering=0)
-        version = np.lib.format.read_magic(self._file)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        self.shape, fortran, self.dtype = read_header(self._file)
-        if fortran and len(self.shape) > 1:
-            raise ValueError(f"{path}: entries are not contiguous")
-        self._start = self._file.tell()
-        self._size = self.dtype.itemsize * math.prod(self.shape[1:])
-        if os.fstat(self._file.fileno()).st_size < self._start + len(self) * self._size:
-            raise ValueError(f"{path}: shorter than its header says")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Column, (self._path,)
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def take(self, rows: list[int]) -> np.ndarray:
-        """Return entries.
-
-        Shape: (len(rows), *shape[1:]). Raises: IndexError; OSError where the disk fails.
-        """
-        if rows and not 0 <= min(rows) <= max(rows) < len(self):
-            raise IndexError(f"{self._path.name} has {len(self)} entries; asked for {min(rows)} to {max(rows)}")
-        file, start, size = self._file.fileno(), self._start, self._size
-        data = b"".join([os.pread(file, size, start + size * row) for row in rows])
-        if len(data) != size * len(rows):
-            raise OSError(f"{self._path}: shorter than it was")
-        return np.frombuffer(data, dtype=self.dtype).reshape(len(rows), *self.shape[1:])
 
 
 FORMAT = 1  # of the index on disk; raise it when the schema or the meaning of a row changes
@@ -75,7 +37,7 @@ LONG_CAPTION = 2000  # characters: more than any text encoder here takes in
 
 _RECORD = """
 SELECT files.source, coalesce(records.path, files.path), records.member, records.offset, records.length,
-       records.width, records.height, records.captions, records.content, files.path, records.key, {control}
+       records.width, records.height, records.captions, records.content, files.path, records.key, {control}, {clip}
 FROM records JOIN files ON files.id = records.file WHERE records.row = ?
 """
 _CONTROL = """
@@ -91,7 +53,7 @@ SELECT files.source, files.path, records.member FROM records JOIN files ON files
 WHERE records.captions = '[""]' ORDER BY records.row LIMIT ?
 """
 _PLACES = """
-SELECT records.row, files.source, coalesce(records.path, files.path), iif(records.path IS NULL, records.member, NULL)
+SELECT records.row, files.source, coalesce(records.path, files.path), iif(records.path IS NULL, records.member, NULL), {clip}
 FROM records JOIN files ON files.id = records.file WHERE files.source IN ({marks}) ORDER BY records.row
 """
 
@@ -111,11 +73,26 @@ class IndexColumns:
     source: np.ndarray
     shard: np.ndarray
     row: np.ndarray
+    clips: np.ndarray | None = (
+        None  # (N, 3) uint32: frames, 1 of an image; the first; ms before; None: there are images alone
+    )
+
+    @property
+    def present(self) -> dict[str, np.ndarray]:
+        """Return the columns that there are, by their names."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: column for name, column in named.items() if column is not None}
+
+    @property
+    def frames(self) -> np.ndarray:
+        """Return how many frames each record has as a sample. Shape: (N,)."""
+        return np.ones(len(self.keys), np.uint32) if self.clips is None else self.clips[:, 0]
 
     @classmethod
     def open(cls, folder: Path) -> IndexColumns:
         """Map the columns of an index folder."""
-        return cls(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in cls.__dataclass_fields__})
+        names = [name for name in cls.__dataclass_fields__ if name != "clips" or (folder / "clips.npy").is_file()]
+        return cls(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names})
 
 
 @dataclass(frozen=True)
@@ -170,7 +147,7 @@ class IndexSummary:
             ) from None
 
 
-_TUPLES = ("suffixes", "control", "control_columns")  # fields of a source that JSON has as lists
+_TUPLES = ("suffixes", "control", "control_columns", "frame_buckets")  # fields of a source that JSON has as lists
 # field -> the types that its value may have
 _OF_A_SOURCE: dict[str, tuple[type, ...]] = {
     "ordinal": (int,), "name": (str,), "kind": (str,), "root": (str,), "repeats": (int, float), "share": (int, float),
@@ -192,6 +169,11 @@ def _checked(read: T, types: Mapping[str, tuple[type, ...]]) -> T:
         if type(value) not in allowed:
             raise TypeError(f"{name} is {type(value).__name__}")
     return read
+
+
+def _behind(member: str | None) -> str:
+    """Return what stands behind a file's path in a record's name; that of a clip of a plain file begins with its #."""
+    return "" if not member else member if member.startswith("#") else f"!{member}"
 
 
 def newest(folder: Path) -> Path | None:
@@ -242,7 +224,8 @@ def fingerprint_of(columns: IndexColumns) -> str:
     """Hash the count, keys and sizes of a data set."""
     state = hashlib.blake2b(digest_size=16, person=b"difftrain.index")
     state.update(len(columns.keys).to_bytes(8, "little"))
-    for column in (columns.keys, columns.width.astype("<u4"), columns.height.astype("<u4")):
+    clips = () if columns.clips is None else (columns.clips.astype("<u4"),)
+    for column in (columns.keys, columns.width.astype("<u4"), columns.height.astype("<u4"), *clips):
         state.update(np.ascontiguousarray(column).tobytes())
     return state.hexdigest()
 
@@ -336,6 +319,15 @@ class Index:
         """Tell whether records have reference images; an index of before there were any has no column of them."""
         return any(info.num_control for info in self.sources)
 
+    @cached_property
+    def has_clips(self) -> bool:
+        """Tell whether records may be clips; an index of before there were any has no column of them."""
+        return any(info.frame_buckets for info in self.sources)
+
+    def window(self, source: int, frames: int, first: int, start_ms: int) -> Clip | None:
+        """Return the window that a source's clip is, by its row of the column; None of an image."""
+        return Clip(start_ms, first, frames, 0, self.sources[source].fps) if frames > 1 else None
+
     def columns(self) -> IndexColumns:
         """Return the memory-mapped columns."""
         return self._columns
@@ -347,9 +339,10 @@ class Index:
         """
         if not 0 <= record_id < self.summary.count:
             raise IndexError(f"record {record_id}: this index has ids 0 to {self.count - 1}")
-        statement = _RECORD.format(control="records.control" if self._is_paired else "NULL")
+        control = "records.control" if self._is_paired else "NULL"
+        statement = _RECORD.format(control=control, clip="records.clip" if self.has_clips else "NULL")
         row = self._connection().execute(statement, (int(self._rows.take([record_id])[0]),)).fetchone()
-        source, path, member, offset, length, width, height, captions, content, file, key, control = row
+        source, path, member, offset, length, width, height, captions, content, file, key, control, clip = row
         return Record(
             id=record_id,
             key=key,
@@ -357,8 +350,9 @@ class Index:
             captions=tuple(json.loads(captions)),
             size_hw=(height, width),
             content=content,
-            name=f"{self._labels[source]}/{file}" + (f"!{member}" if member else ""),
+            name=f"{self._labels[source]}/{file}" + _behind(member),
             control=tuple(MediaRef(source, *reference) for reference in json.loads(control)) if control else (),
+            clip=clip_of_json(clip) if clip else None,
         )
 
     def records(self, ids: Iterable[int]) -> list[Record]:
@@ -389,6 +383,11 @@ class Index:
             return read_image(Path(media.path))  # a reference in a folder of its own
         return self._sources[media.source].read(media)
 
+    def open_media(self, media: MediaRef) -> MediaFile:
+        """Return the bytes of a picture or video to be read in place: a seekable file, or a path. Raises: OSError."""
+        file = self._sources[media.source].open_media(media)
+        return FramesFolder(*file) if isinstance(file, FramesRef) else file
+
     def references(self, number: int) -> Iterator[tuple[int, MediaRef, int, int]]:
         """Iterate over (row, reference `number`, size and mtime_ns of the record's own file), by row."""
         for row, source, control, size, mtime_ns in self._connection().execute(_CONTROL):
@@ -402,15 +401,18 @@ class Index:
     def captionless(self, most: int) -> list[str]:
         """Return the names of some records that have an empty caption because they had none."""
         rows = self._connection().execute(_CAPTIONLESS, (most,))
-        return [f"{self._labels[source]}/{path}" + (f"!{member}" if member else "") for source, path, member in rows]
+        return [f"{self._labels[source]}/{path}" + _behind(member) for source, path, member in rows]
 
     def places(self, sources: Sequence[int]) -> Iterator[tuple[int, int, str, str | None]]:
         """Iterate over (row, source, path, member) of the records of some sources, by row.
 
-        path: of the file that holds the picture, relative to its source. member: only where that holds several.
+        path: of the file that holds the picture or video, relative to its source. member: only where that holds several.
         """
-        marks = ", ".join("?" * len(sources))
-        yield from self._connection().execute(_PLACES.format(marks=marks), tuple(sources))
+        marks, clip = ", ".join("?" * len(sources)), "records.clip" if self.has_clips else "NULL"
+        rows = self._connection().execute(_PLACES.format(marks=marks, clip=clip), tuple(sources))
+        for row, source, path, member, written in rows:
+            part = clip_of_json(written).part if written else ""
+            yield row, source, path, (member.removesuffix(part) or None) if member and part else member
 
     def shard_paths(self, source: int) -> list[str]:
         """Return the shards of a source by ordinal: paths relative to its root; empty for plain files."""

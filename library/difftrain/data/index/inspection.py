@@ -5,35 +5,68 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+import numpy as np
+
+from difftrain.contracts import Clip
+from difftrain.data.index.clips import clip_json, clips_of
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob
+from difftrain.data.media.clips import FramesFolder, decode_clip, is_clip, probe_clip
 from difftrain.data.media.control import NO_REFERENCE, ControlFolders, look_at, refuse_other_count
 from difftrain.data.media.masks import NO_MASK, Masks
 from difftrain.data.media.media import Unusable, check_size, decode, probe
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import (
     MAX_IMAGE_BYTES,
+    VIDEO_SUFFIXES,
     BadItem,
     ControlImage,
     DataSource,
     FileRef,
     SourceItem,
+    Span,
     key_path,
+    split_suffix,
 )
+from difftrain.io.files import open_regular
 
-QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
+if TYPE_CHECKING:
+    from difftrain.data.media.clips import MediaFile
+
+QUICK, FULL, FRAMES = 1, 2, 3  # the header and the end of the file | every pixel of images | and every frame of clips
 # kinds that are looked at again next time
 PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK, NO_REFERENCE)
 CAPTIONLESS = ("no caption", "empty caption")  # kinds that an index which takes empty captions has not
+_HASHED = 1 << 20
+_HEAD = 1 << 16  # bytes that tell a video, or a picture that moves
 _STRIDE = 64  # items that one part of a divided shard takes at a time
 
 
 def content_of(data: bytes) -> bytes:
     """Hash the bytes of a picture file, as the index does when it reads all of them."""
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def content_of_file(file: MediaFile) -> tuple[bytes, int]:
+    """Hash the bytes of a file as `content_of` does, without holding them; also return how many there are.
+
+    Of a folder of frames: how many are shown a second, and the bytes of all. Raises OSError, Unusable.
+    """
+    state, size = hashlib.blake2b(digest_size=16), 0
+    files: Sequence[BinaryIO | Path] = file.paths if isinstance(file, FramesFolder) else (file,)
+    if isinstance(file, FramesFolder):
+        state.update(f"{file.fps};".encode())
+    for one in files:
+        with open_regular(one) if isinstance(one, Path) else one as opened:
+            while chunk := opened.read(_HASHED):
+                state.update(chunk)
+                size += len(chunk)
+    return state.digest(), size
 
 
 @dataclass(frozen=True)
@@ -50,7 +83,7 @@ class FileBatch:
 class Accepted(NamedTuple):
     """A row of the index, without its number. content: blake2b-128 of the picture's bytes where all were read.
 
-    control: [path, offset, length] of each reference image, as JSON; None where there is none.
+    control: [path, offset, length] of each reference image, as JSON; None where there is none. clip: as index/clips.py writes it.
     """
 
     file: int
@@ -64,6 +97,7 @@ class Accepted(NamedTuple):
     content: bytes | None
     key: bytes
     control: str | None = None
+    clip: str | None = None
 
 
 class Refused(NamedTuple):
@@ -97,7 +131,8 @@ def inspect(job: PoolJob, beat: Heartbeat) -> Iterator[tuple[int, Accepted | Ref
                 if position in job.bad:
                     yield position, Refused(number, name, job.bad[position])
                 else:
-                    yield position, _accept(work, number, file, item, position, beat)
+                    for row in _accept(work, number, file, item, position, beat):
+                        yield position, row
             except Unusable as reason:
                 yield position, Refused(number, name, str(reason))
             except OSError as error:
@@ -113,34 +148,42 @@ def _items(source: DataSource, file: FileRef) -> Iterator[SourceItem | BadItem]:
 
 def _accept(
     work: FileBatch, number: int, file: FileRef, item: SourceItem | BadItem, position: int, beat: Heartbeat
-) -> Accepted | Refused:
+) -> list[Accepted]:
+    """Look at an item and return its rows: one of an image, one for each clip of a video. Raises: Unusable, OSError."""
     if isinstance(item, BadItem):
         kind, _, detail = item.reason.partition(": ")
         raise Unusable(kind, detail)
 
     # a picture without a caption is trained on only where that is allowed
     source, captions = work.source, item.captions
-    if not captions:
+    if not captions and not all(span.captions for span in item.spans or (Span(),)):
         if not source.allow_empty:
             kind, _, detail = item.lacking.partition(": ")
             raise Unusable(kind, detail)
         captions = ("",)
 
-    # the mask and the references where such are due, and the picture, looked at as closely as asked for
-    if item.size > MAX_IMAGE_BYTES:
-        raise Unusable("too large", f"{item.size:,} bytes, at most {MAX_IMAGE_BYTES:,} are read")
+    # the mask and the references where such are due
     masks = Masks(source.masks, source.default_mask, source.masks_optional)
     name = item.path or item.member or file.path  # as base.picture_name
     masks.find(name)
+    if source.clips is not None and _moves(item):
+        return _accept_clips(work, number, file, item, captions, position, beat)
+    if split_suffix(name)[1] in VIDEO_SUFFIXES:
+        raise Unusable("no video", "the file is called a video, and its content is none")
+    if item.size > MAX_IMAGE_BYTES:
+        raise Unusable("too large", f"{item.size:,} bytes, at most {MAX_IMAGE_BYTES:,} are read")
     references = _references(source, item, name)
-    (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
+
+    # the picture, looked at as closely as asked for
+    full = work.level >= FULL
+    (width, height), content = _full(item, position, beat) if full else _quick(item, position, beat)
     check_size(width, height)
     for reference in references:
         with beat.item(position):
-            look_at(reference, (width, height), full=work.level == FULL)
+            look_at(reference, (width, height), full=full)
 
     # what the index keeps of it
-    return Accepted(
+    row = Accepted(
         number,
         item.path,
         item.member,
@@ -153,6 +196,71 @@ def _accept(
         record_key(work.source.name, item.key or key_path(file.path, item.member)),
         json.dumps([[one.path, one.offset, one.length] for one in references]) if references else None,
     )
+    return [row]
+
+
+def _moves(item: SourceItem) -> bool:
+    """Tell a video, or a picture that moves, by its first bytes."""
+    if item.frames is not None:
+        return True
+    with item.open() as file:
+        return is_clip(file.read(_HEAD))
+
+
+@contextmanager
+def _opened(item: SourceItem) -> Iterator[BinaryIO | FramesFolder]:
+    """Open an item, which may be a folder of frames."""
+    if item.frames is not None:
+        yield FramesFolder(*item.frames)
+        return
+    with item.open() as file:
+        yield file
+
+
+def _accept_clips(
+    work: FileBatch,
+    number: int,
+    file: FileRef,
+    item: SourceItem,
+    captions: tuple[str, ...],
+    position: int,
+    beat: Heartbeat,
+) -> list[Accepted]:
+    """Return the rows of a video's clips. Its packets are read, and frames where every one is asked for. Raises: Unusable, OSError."""
+    source, settings = work.source, work.source.clips
+    assert settings is not None
+    if source.num_control:
+        raise Unusable("a video", "it has no reference images")
+    with beat.item(position), _opened(item) as opened:
+        header = probe_clip(opened)
+        check_size(*header.size_wh)
+        made: list[tuple[Clip, tuple[str, ...]]] = []
+        for span in item.spans or (Span(),):
+            clips = clips_of(header.duration_ms, span, settings, parted=bool(item.spans))
+            made += [(clip, span.captions or captions) for clip in clips]
+        for clip, _ in made if work.level >= FRAMES else ():
+            decode_clip(
+                opened,
+                first=clip.first,
+                frames=clip.frames,
+                fps=Fraction(clip.fps),
+                start_ms=clip.start_ms,
+                cut=_forget,
+            )
+
+    rows = []
+    for clip, own in made:
+        member = f"{item.member or ''}{clip.part}" or None
+        key = record_key(source.name, f"{item.key}{clip.part}" if item.key else key_path(file.path, member))
+        words, (width, height) = json.dumps(own, ensure_ascii=False), header.size_wh
+        located = (number, item.path, member, item.offset, item.length, width, height)
+        rows.append(Accepted(*located, words, None, key, clip=clip_json(clip)))
+    return rows
+
+
+def _forget(frame: np.ndarray) -> np.ndarray:
+    """Keep of a frame that could be decoded a single pixel."""
+    return frame[:1, :1]
 
 
 def _references(source: SourceInfo, item: SourceItem, name: str) -> Sequence[ControlImage]:

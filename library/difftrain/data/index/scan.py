@@ -50,13 +50,13 @@ JOIN old.files o ON o.source = p.old AND o.path = n.path AND o.size = n.size AND
     AND o.stamp = n.stamp AND o.level >= n.level
 """
 _RAISE_LEVEL = """
-UPDATE main.files SET level = 2 WHERE level < 2 AND id IN (
-    SELECT s.new FROM scan.same s JOIN old.files o ON o.id = s.old WHERE o.level = 2)
+UPDATE main.files SET level = (SELECT o.level FROM scan.same s JOIN old.files o ON o.id = s.old WHERE s.new = main.files.id)
+WHERE id IN (SELECT s.new FROM scan.same s JOIN old.files o ON o.id = s.old WHERE o.level > main.files.level)
 """
 _TAKE_RECORDS = """
-INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key, control)
+INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key, control, clip)
 SELECT s.new, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content,
-       iif(p.name IS NULL, r.key, record_key(p.name, f.path, r.member)), {control}
+       iif(p.name IS NULL, r.key, record_key(p.name, f.path, r.member)), {control}, {clip}
 FROM old.records r JOIN scan.same s ON s.old = r.file JOIN old.files f ON f.id = r.file
 JOIN scan.mapping p ON p.old = f.source ORDER BY r.row
 """
@@ -334,9 +334,10 @@ def _mapping(
 def take_over(writer: IndexWriter) -> None:
     """Copy what the previous index knows of the matched files."""
     with disk_faults(writer.folder):
-        # an index of before there were references has no column of them
+        # an index of before there were references, or clips, has no column of them
         columns = {row[1] for row in writer.db.execute("PRAGMA old.table_info(records)")}
-        records = _TAKE_RECORDS.format(control="r.control" if "control" in columns else "NULL")
+        later = {name: f"r.{name}" if name in columns else "NULL" for name in ("control", "clip")}
+        records = _TAKE_RECORDS.format(**later)
         for statement in (records, _TAKE_REJECTS, _RAISE_LEVEL):
             writer.db.execute(statement)
 

@@ -31,9 +31,9 @@ INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, capti
 SELECT ?, path, size, mtime_ns, stamp, level, shard, caption FROM main.files WHERE source = ? ORDER BY id
 """
 _RECORDS = """
-INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key, control)
+INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key, control, clip)
 SELECT f.id + t.shift, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content,
-       record_key(t.name, f.path, r.member), r.control
+       record_key(t.name, f.path, r.member), r.control, r.clip
 FROM main.records r JOIN main.files f ON f.id = r.file JOIN scan.twins t ON t.first = f.source
 WHERE r.row > ? AND r.row <= ? AND NOT EXISTS (SELECT 1 FROM scan.same s WHERE s.new = f.id + t.shift)
 ORDER BY r.row, t.source

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 
 from difftrain.contracts import DataFault, TrainingFault
+from difftrain.data.index.clips import clip_of_json
 from difftrain.data.index.index import (
     CURRENT,
     DATABASE,
@@ -40,18 +41,18 @@ CREATE TABLE files (
 CREATE TABLE records (
     row INTEGER PRIMARY KEY, file INTEGER NOT NULL, path TEXT, member TEXT, offset INTEGER NOT NULL,
     length INTEGER NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL, captions TEXT NOT NULL,
-    content BLOB, key BLOB NOT NULL, control TEXT);
+    content BLOB, key BLOB NOT NULL, control TEXT, clip TEXT);
 CREATE TABLE rejects (file INTEGER, path TEXT NOT NULL, reason TEXT NOT NULL);
 """
 _ADD_RECORD = """
-INSERT INTO records (file, path, member, offset, length, width, height, captions, content, key, control)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO records (file, path, member, offset, length, width, height, captions, content, key, control, clip)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _CHUNK = 1 << 16
 _KEPT = 3  # finished indexes: runs that started before the data changed still read theirs
 _STALE_S = 24 * 3600
 
-RecordRow = tuple[int, str | None, str | None, int, int, int, int, str, bytes | None, bytes, str | None]
+RecordRow = tuple[int, str | None, str | None, int, int, int, int, str, bytes | None, bytes, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class IndexWriter:
             self.db.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def add_records(self, rows: Iterable[RecordRow]) -> None:
-        """Add (file, path, member, offset, length, width, height, captions as JSON, content, key, references as JSON)."""
+        """Add (file, path, member, offset, length, width, height, captions as JSON, content, key, references, clip as JSON)."""
         with self._transaction():
             self.db.executemany(_ADD_RECORD, rows)
 
@@ -118,8 +119,9 @@ class IndexWriter:
         """
         with disk_faults(self.folder):
             made = self._sort()
-            for name in IndexColumns.__dataclass_fields__:
-                np.save(self.temporary / f"{name}.npy", getattr(made.columns, name))
+            columns = made.columns.present
+            for name, column in columns.items():
+                np.save(self.temporary / f"{name}.npy", column)
 
             # rejects are counted by kind: what stands before the colon of a reason
             reasons = dict(
@@ -141,14 +143,12 @@ class IndexWriter:
                 empty_captions=made.empty_captions,
                 rejected=sum(reasons.values()),
                 reasons=reasons,
-                checksums={
-                    name: checksum_of(self.temporary / f"{name}.npy") for name in IndexColumns.__dataclass_fields__
-                },
+                checksums={name: checksum_of(self.temporary / f"{name}.npy") for name in columns},
             )
 
             # all of it is on the disk before it has its name: nobody finds half an index
             self.db.close()
-            kept = {DATABASE, META, *(f"{name}.npy" for name in IndexColumns.__dataclass_fields__)}
+            kept = {DATABASE, META, *(f"{name}.npy" for name in columns)}
             (self.temporary / META).write_text(summary.to_json(), encoding="utf-8")
             for path in list(self.temporary.iterdir()):
                 if path.name in kept:
@@ -175,10 +175,10 @@ class IndexWriter:
         keys = np.empty((count, 16), np.uint8)
         hashed = self.db.execute("SELECT 1 FROM records WHERE content IS NULL LIMIT 1").fetchone() is None
         content = np.empty((count if hashed else 0, 16), np.uint8)
-        numbers = np.empty((count, 6), np.uint32)
+        numbers, clips = np.empty((count, 6), np.uint32), np.array([[1, 0, 0]], np.uint32).repeat(count, 0)
         cursor = self.db.execute(
             "SELECT records.key, width, height, source, coalesce(shard, 0), row,"
-            " (length(captions) > ?) + 2 * (captions = '[\"\"]'), records.content"
+            " (length(captions) > ?) + 2 * (captions = '[\"\"]'), records.content, records.clip"
             " FROM records JOIN files ON files.id = records.file ORDER BY row",
             (LONG_CAPTION,),
         )
@@ -189,12 +189,17 @@ class IndexWriter:
             numbers[start:stop] = [row[1:7] for row in rows]
             if hashed:
                 content[start:stop] = np.frombuffer(b"".join(row[7] for row in rows), np.uint8).reshape(-1, 16)
+            for at, row in enumerate(rows, start):
+                if row[8]:
+                    clip = clip_of_json(row[8])
+                    clips[at] = clip.frames, clip.first, clip.start_ms
             start = stop
 
         # sorted by key; records of the same content are counted, and kept
         order = sort_keys(keys)
         width, height, source, shard, row = (numbers[order, i] for i in range(5))
-        columns = IndexColumns(keys[order], width, height, source.astype(np.uint16), shard, row)
+        moving = clips[order] if (clips[:, 0] > 1).any() else None
+        columns = IndexColumns(keys[order], width, height, source.astype(np.uint16), shard, row, moving)
         duplicates = count - _distinct(content) if hashed else None
         length = numbers[:, 5]  # 1: long, 2: empty
         return _Sorted(columns, fingerprint_of(columns), duplicates, int((length == 1).sum()), int((length == 2).sum()))

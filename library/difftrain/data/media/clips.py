@@ -30,6 +30,7 @@ __all__ = [
     "CLIP_VERSION",
     "ClipHeader",
     "FramesFolder",
+    "MediaFile",
     "decode_clip",
     "decode_first",
     "frames_in",
@@ -70,11 +71,13 @@ def frames_in(duration_ms: int, fps: Fraction) -> int:
     return math.floor(duration_ms * fps / 1000)
 
 
-def probe_clip(file: BinaryIO | bytes | Path) -> ClipHeader:
+def probe_clip(file: BinaryIO | bytes | Path | FramesFolder) -> ClipHeader:
     """Read size, times and number of frames. Of a video one frame is decoded, which alone tells how it is turned.
 
     Raises: Unusable; OSError where a file cannot be read.
     """
+    if isinstance(file, FramesFolder):
+        return file.probe()
     with opened(file) as stream:
         head = _head(stream)
         return _probe_animation(stream) if _is_animation(head) else _probe_video(stream)
@@ -124,7 +127,7 @@ def _probe_video(stream: BinaryIO) -> ClipHeader:
 
 
 def decode_clip(
-    file: BinaryIO | bytes | Path,
+    file: BinaryIO | bytes | Path | FramesFolder,
     *,
     first: int,
     frames: int,
@@ -138,13 +141,19 @@ def decode_clip(
     cut: resizes and crops a frame; its results must be of one shape.
     Shape: (F, H, W, 3) uint8. Raises: Unusable, also where the clip ends early; OSError where a file cannot be read.
     """
+    if isinstance(file, FramesFolder):
+        return file.decode(first=first, frames=frames, fps=fps, start_ms=start_ms, cut=cut, max_pixels=max_pixels)
     times = _times(first, frames, fps, start_ms)
     with opened(file) as stream:
         return _stack(_shown(stream, times, fps, max_pixels), times, cut)
 
 
 def decode_first(
-    file: BinaryIO | bytes | Path, *, start_ms: int = 0, cut: Cut | None = None, max_pixels: int = MAX_PIXELS
+    file: BinaryIO | bytes | Path | FramesFolder,
+    *,
+    start_ms: int = 0,
+    cut: Cut | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
     """Decode one frame, the first or the one at start_ms. Shape: (H, W, 3) uint8. Raises: as decode_clip."""
     return decode_clip(file, first=0, frames=1, fps=Fraction(24), start_ms=start_ms, cut=cut, max_pixels=max_pixels)[0]
@@ -258,6 +267,9 @@ class FramesFolder:
         for index in dict.fromkeys(known):
             with open_regular(self.paths[index]) as file:
                 yield known.count(index), decode(file.read(), max_pixels=max_pixels)
+
+
+MediaFile = BinaryIO | Path | FramesFolder  # what is read in place
 
 
 def _natural(name: str) -> tuple[list[tuple[int, str]], str]:

@@ -67,6 +67,8 @@ class CropWindow(NamedTuple):
 def crop_window(recipe: CropSettings, record: Record, draw: Draw, seed: int) -> CropWindow:
     """Choose where one use of a record is cut. Raises ValueError where no bucket fits."""
     fit = recipe.buckets.select((record.size_hw[1], record.size_hw[0]))
+    if record.frames > 1:
+        fit = replace(fit, bucket=fit.bucket._replace(frames=record.frames))
     flip = recipe.flip and integer(seed, draw.key, draw.occurrence, "flip", 2) == 1
     face = face_of(picture_name(record)) if recipe.face_crop_range else None
     if face is not None:

@@ -385,8 +385,10 @@ def held_out(index: Index, shares: Sequence[float], seed: int) -> np.ndarray:
     common = [max(shares[n] for n in together[top]) for top in tops]
     common = [0.0 if info.is_reg else share for info, share in zip(sources, common, strict=True)]
 
-    # what is hashed: a picture of several sources has one hash in all of them
-    overlapping = [info.ordinal for info, top in zip(sources, tops, strict=True) if len(together[top]) > 1]
+    # what is hashed: a picture of several sources has one hash in all of them, and the clips of a video have one
+    overlapping = [
+        info.ordinal for info, top in zip(sources, tops, strict=True) if len(together[top]) > 1 or info.frame_buckets
+    ]
     split_hashes = _split_hashes(index, overlapping, tops) if overlapping and any(common) else columns.keys
 
     mask = np.zeros(len(columns.keys), dtype=bool)

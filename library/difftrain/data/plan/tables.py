@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from difftrain.contracts import Bucket, DataFault
-from difftrain.data.index.index import Column
+from difftrain.data.index.column import Column
 
 VERSION = 2
 # repeats: whole ones; and extra / of of one more

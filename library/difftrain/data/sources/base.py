@@ -7,15 +7,41 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from difftrain.config.datasets import clips
 from difftrain.config.hub_ids import name_of
 from difftrain.contracts import MediaRef, Record
 from difftrain.io.files import open_regular, read_regular, refuse_irregular
 
 MAX_IMAGE_BYTES = 1 << 30  # more than the most pixels that are decoded have, stored plainly with 16 bits a channel
+VIDEO_SUFFIXES = frozenset(clips.VIDEO_SUFFIXES)
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"})
+
+
+class FramesRef(NamedTuple):
+    """A folder of pictures that are the frames of a clip, so many a second."""
+
+    folder: Path
+    fps: Fraction
+
+
+class ClipSettings(NamedTuple):
+    """Say which clips a video becomes: of how many frames, how many a second (a fraction as text), and where they begin."""
+
+    frame_buckets: tuple[int, ...]
+    fps: str
+    mode: str
+
+
+class Span(NamedTuple):
+    """A part of a video that is used. end_ms: None: to its end. captions: its own; none: those of the video."""
+
+    start_ms: int = 0
+    end_ms: int | None = None
+    captions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +76,14 @@ class SourceInfo:
     num_control: int = 0  # reference images that each picture has
     control: tuple[str, ...] = ()  # folders where they lie by the pictures' names; none: with them in the shard
     control_columns: tuple[str, ...] = ()  # of parquet files
+    frame_buckets: tuple[int, ...] = ()  # frames of clips, ascending; none: videos are not read
+    fps: str = ""  # of clips, a fraction as text
+    clip_mode: str = ""  # which clips of a video
+
+    @property
+    def clips(self) -> ClipSettings | None:
+        """Return which clips are made of videos; None: videos are not read."""
+        return ClipSettings(self.frame_buckets, self.fps, self.clip_mode) if self.frame_buckets else None
 
     @property
     def label(self) -> str:
@@ -107,6 +141,8 @@ class SourceItem:
     size_wh: tuple[int, int] | None = None  # where it is known without reading them
     key: str | None = None  # what stands for it in its key, where that is not file and member
     control: tuple[ControlImage, ...] = ()  # its reference images, where they lie with it in the shard
+    spans: tuple[Span, ...] = ()  # of a video, those that are used; none: all of it
+    frames: FramesRef | None = None  # in place of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +194,13 @@ class DataSource(ABC):
         Raises: OSError where there are fewer than there were.
         """
 
+    def open_media(self, media: MediaRef) -> BinaryIO | Path | FramesRef:
+        """Return a picture or video to be read in place, as a seekable file, a path or a folder of frames: a video is never read whole.
+
+        Raises: OSError.
+        """
+        return io.BytesIO(self.read(media))
+
 
 def split_suffix(path: str) -> tuple[str, str]:
     """Return (path without its last suffix, the suffix in lower case with its dot; "" where there is none)."""
@@ -199,9 +242,22 @@ def is_picture(path: str) -> bool:
     return split_suffix(path)[1] in IMAGE_SUFFIXES
 
 
+def is_media(path: str, info: SourceInfo) -> bool:
+    """Tell what a source's samples are made of by the suffix: pictures, and videos where it reads them."""
+    return split_suffix(path)[1] in media_suffixes(info)
+
+
+def media_suffixes(info: SourceInfo) -> frozenset[str]:
+    """Return the suffixes of what a source's samples are made of."""
+    return IMAGE_SUFFIXES | VIDEO_SUFFIXES if info.frame_buckets else IMAGE_SUFFIXES
+
+
 def picture_name(record: Record) -> str:
     """Return what a picture is called: the member of a shard, else the path in its source."""
-    return record.name.partition(f"{record.media.path}!")[2] if record.media.length else record.media.path
+    if not record.media.length:
+        return record.media.path
+    name = record.name.partition(f"{record.media.path}!")[2]
+    return name.removesuffix(record.clip.part) if record.clip else name
 
 
 def can_be_path(name: str) -> bool:

@@ -10,16 +10,26 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.datasets.clips import reads_clips
 from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
-from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, read_image, split_suffix
+from difftrain.data.sources.base import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    SourceInfo,
+    is_picture,
+    printable,
+    read_image,
+    split_suffix,
+)
 from difftrain.data.sources.folder import is_folder, walk
 from difftrain.data.sources.image_folder import has_metadata
+from difftrain.data.sources.side_files import SUFFIX
 
 if TYPE_CHECKING:
-    from difftrain.config.schema.sections import CaptionSection, DataSection, SubsetSection
+    from difftrain.config.schema.sections import CaptionSection, DataSection, DatasetSection, SubsetSection
 
 
 CAPTION_SUFFIXES = (".caption", ".txt")  # tried in this order where none is configured
@@ -33,13 +43,13 @@ class Configured:
     infos: list[SourceInfo] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     kohya: list[tuple[Path, list[KohyaFolder]]] = field(default_factory=list)
-    kinds: dict[tuple[Path, int | None], tuple[str, int]] = field(default_factory=dict)  # of folders looked at
+    kinds: dict[tuple[Path, int | None, bool], tuple[str, int]] = field(default_factory=dict)  # of folders looked at
 
-    def kind(self, root: Path, deepest: int | None) -> tuple[str, int]:
+    def kind(self, root: Path, deepest: int | None, *, videos: bool) -> tuple[str, int]:
         """Return the kind of a folder and the depth of its data, looked at once. Raises DataFault, as _kind."""
-        if (root, deepest) not in self.kinds:
-            self.kinds[root, deepest] = _kind(root, deepest)
-        return self.kinds[root, deepest]
+        if (root, deepest, videos) not in self.kinds:
+            self.kinds[root, deepest, videos] = _kind(root, deepest, videos=videos)
+        return self.kinds[root, deepest, videos]
 
     def outside(self) -> Iterator[str]:
         """Iterate over the pictures that lie in none of a kohya root's folders.
@@ -78,7 +88,7 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     for ordinal, dataset in enumerate(datasets_of(data, captions)):
         for index, subset in enumerate(dataset.subsets):
             try:
-                _add(made, {"name": str(number), "dataset": ordinal, "subset": index}, subset, data)
+                _add(made, {"name": str(number), "dataset": ordinal, "subset": index}, dataset, subset, data)
             except DataFault as fault:
                 faults.append(str(fault))
             number += 1
@@ -119,7 +129,9 @@ def repeats(count: float, times: int = 1) -> int | float:
     return product.numerator if product.denominator == 1 else float(product)
 
 
-def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data: DataSection) -> None:
+def _add(
+    made: Configured, known: dict[str, Any], dataset: DatasetSection, subset: SubsetSection, data: DataSection
+) -> None:
     """Add the sources of one subset, of which some facts are known already."""
     extension = subset.captions.extension
     suffixes: tuple[str, ...] = (_suffix(extension),) if extension else CAPTION_SUFFIXES
@@ -134,6 +146,11 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         "control": tuple(str(_absolute(folder)) for folder in subset.control_dirs),
         "control_columns": data.control_columns,
     }
+    if reads_clips(dataset.frame_buckets):
+        known["frame_buckets"] = tuple(frames for frames in dataset.frame_buckets if frames > 1)
+        known["fps"] = str(Fraction(str(dataset.framerate or data.framerate)).limit_denominator(1001))
+        known["clip_mode"] = dataset.video_clip_mode
+        suffixes = (SUFFIX, *suffixes) if suffixes and SUFFIX not in suffixes else suffixes
     known |= {"masks_optional": subset.masks_optional, "share": subset.share, "split": data.split or ""}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
@@ -162,7 +179,8 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         add(kind, image_dir.parent, only=image_dir.name, **(columns if kind == "parquet" else {}))
         return
     # --- a folder, whose kind is read from what is in it
-    kind, depth = made.kind(image_dir, 0 if subset.flat else None)
+    videos = reads_clips(dataset.frame_buckets)
+    kind, depth = made.kind(image_dir, 0 if subset.flat else None, videos=videos)
     made.notes.append(f"{image_dir}: {_SENTENCES[kind]}")
     if data.split:
         made.notes[-1] += f"; its {data.split} split: files named for another split are left out"
@@ -173,7 +191,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     as_kohya = subset.captions.dialect == "kohya"
     folders: list[KohyaFolder] = []
     if kind == "folder" and (depth == 1 or (as_kohya and depth == 0 and not subset.flat)):
-        folders = kohya_folders(image_dir, bare=as_kohya)
+        folders = kohya_folders(image_dir, bare=as_kohya, videos=videos)
     if folders:
         made.kohya.append((image_dir, folders))
         made.notes[-1:] = _about_kohya(image_dir, folders, subset.repeats if as_kohya else 1)
@@ -227,7 +245,7 @@ _SENTENCES = {
 }
 
 
-def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
+def _kind(root: Path, deepest: int | None = None, *, videos: bool = False) -> tuple[str, int]:
     """Return the kind of a folder and the depth at which its data begins: the first level that holds any decides.
 
     deepest: the last level that is looked at. Raises: DataFault where there is no folder, or none of our kinds in it.
@@ -243,28 +261,34 @@ def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
     while level and (deepest is None or depth <= deepest):
         suffixes, below = _look(level, visited)
         seen += suffixes
-        if kind := kind_of_suffixes(suffixes):
+        if kind := kind_of_suffixes(suffixes, videos=videos):
             return kind, depth
         level, depth = below, depth + 1
     counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in seen.most_common(5)) or "nothing"
     where = "at any depth" if deepest is None else "in the folder itself (image_dir leaves out its subfolders)"
+    unread = (
+        ""
+        if videos or not seen.keys() & VIDEO_SUFFIXES
+        else f"; {option('data.frame_buckets')} says which videos are read"
+    )
     raise DataFault(
         f"{root}: no images here {where}, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
-        f"files; found: {counts}"
+        f"files; found: {counts}{unread}"
     )
 
 
+_VIDEO = "a video"  # stands for the suffixes of videos, where they are read
 # tars go first (LAION keeps parquet beside them), and pictures before parquet (which may be their metadata)
 _ORDER: tuple[tuple[Callable[[str], bool], str], ...] = (
     (lambda suffix: suffix == ".tar", "tar"),
-    (lambda suffix: suffix in IMAGE_SUFFIXES, "folder"),
+    (lambda suffix: suffix in IMAGE_SUFFIXES or suffix == _VIDEO, "folder"),
     (lambda suffix: suffix == ".parquet", "parquet"),
 )
 
 
-def kind_of_suffixes(suffixes: Iterable[str]) -> str:
-    """Return the kind of a level by the suffixes of its files, or "" where none is data."""
-    suffixes = set(suffixes)
+def kind_of_suffixes(suffixes: Iterable[str], *, videos: bool = False) -> str:
+    """Return the kind of a level by the suffixes of its files, or "" where none is data. videos: these are data, too."""
+    suffixes = {_VIDEO if videos and suffix in VIDEO_SUFFIXES else suffix for suffix in suffixes}
     return next((kind for fits, kind in _ORDER if any(map(fits, suffixes))), "")
 
 
@@ -320,12 +344,12 @@ def parse_name(name: str, *, bare: bool = False) -> KohyaFolder | None:
     return KohyaFolder(name, int(number), words.strip())
 
 
-def kohya_folders(root: Path, *, bare: bool = False) -> list[KohyaFolder]:
+def kohya_folders(root: Path, *, bare: bool = False, videos: bool = False) -> list[KohyaFolder]:
     """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
     folders = []
     for entry in os.scandir(root):
         parsed = parse_name(entry.name, bare=bare) if is_folder(entry) else None
-        if parsed is not None and _holds_pictures(Path(entry.path)):
+        if parsed is not None and _holds_data(Path(entry.path), videos=videos):
             folders.append(parsed)
     return sorted(folders, key=lambda folder: folder.name)
 
@@ -339,6 +363,7 @@ def outside(root: Path, folders: list[KohyaFolder]) -> Iterator[str]:
             yield path
 
 
-def _holds_pictures(folder: Path) -> bool:
+def _holds_data(folder: Path, *, videos: bool) -> bool:
+    suffixes = IMAGE_SUFFIXES | VIDEO_SUFFIXES if videos else IMAGE_SUFFIXES
     with os.scandir(folder) as entries:
-        return any(is_picture(entry.name) and not entry.name.startswith(".") for entry in entries)
+        return any(split_suffix(entry.name)[1] in suffixes and not entry.name.startswith(".") for entry in entries)

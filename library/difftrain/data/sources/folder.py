@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from difftrain.contracts import DataFault, MediaRef
 from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
-    IMAGE_SUFFIXES,
     BadItem,
     DataSource,
     FileRef,
+    FramesRef,
     ListedFile,
     SourceItem,
     image_file,
     is_left_out,
+    is_media,
     is_picture,
+    media_suffixes,
     read_image,
     split_suffix,
 )
 from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line, one_line
-from difftrain.io.files import open_regular
+from difftrain.data.sources.side_files import SUFFIX, SideFile, parse_side_file
+from difftrain.io.files import open_regular, read_regular, refuse_irregular
 
 MAX_CAPTION_BYTES = 1 << 20
+FRAMES = ".frames"  # how the name of a folder ends whose pictures are the frames of a clip
 
 
 class FolderSource(DataSource):
@@ -34,29 +40,46 @@ class FolderSource(DataSource):
     sharded = False
 
     def listing(self) -> Iterator[ListedFile]:
-        for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat, hidden=True):
+        suffixes, frames = media_suffixes(self.info), FRAMES if self.info.frame_buckets else None
+        for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat, hidden=True, leaf=frames):
+            if frames and path.endswith(frames) and entry.is_dir():
+                yield ListedFile("media", path, *_size_and_time_of_all(self.root / path))
+                continue
             if path.rpartition("/")[2].startswith("."):
-                if is_picture(path):
+                if is_media(path, self.info):
                     yield ListedFile("hidden", path)
                 continue
             if is_left_out(self.info, path, by_file=False):
                 continue
             suffix = split_suffix(path)[1]
-            role = "media" if suffix in IMAGE_SUFFIXES else "caption" if suffix in self.info.suffixes else "other"
+            role = "media" if suffix in suffixes else "caption" if suffix in self.info.suffixes else "other"
             if role == "other":
                 yield ListedFile(role, path)
             else:
                 yield ListedFile(role, path, *size_and_time(entry))
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
-        size, opener = image_file(self.root / file.path)
         try:
-            captions = self._captions(file)
+            side = self._side_file(file)
+            captions = side.captions or self._captions(file)
         except BadCaption as error:
             yield BadItem(None, str(error))
             return
 
-        yield SourceItem(None, 0, 0, size, captions, opener, "" if captions else self._lacking(file))
+        path, lacking = self.root / file.path, "" if captions else self._lacking(file)
+        if file.path.endswith(FRAMES) and path.is_dir():
+            folder = FramesRef(path, side.fps or Fraction(self.info.fps))
+            yield SourceItem(None, 0, 0, 0, captions, io.BytesIO, lacking, spans=side.spans, frames=folder)
+            return
+        size, opener = image_file(path)
+        yield SourceItem(None, 0, 0, size, captions, opener, lacking, spans=side.spans)
+
+    def _side_file(self, file: FileRef) -> SideFile:
+        """Read the JSON of a video; of an image, and where videos are not read, there is none. Raises BadCaption, OSError."""
+        if not self.info.frame_buckets or not file.caption or not file.caption.endswith(SUFFIX):
+            return SideFile()
+        data = read_regular(self.root / file.caption, MAX_CAPTION_BYTES)
+        return parse_side_file(data, file.caption, multi_line=self.info.multi_line)
 
     def _lacking(self, file: FileRef) -> str:
         if self.info.captions_file:
@@ -71,6 +94,11 @@ class FolderSource(DataSource):
         if file.caption is None:
             return (self.info.words,) if self.info.words else ()
         path = self.root / file.caption
+        if file.caption.endswith(SUFFIX) and self.info.frame_buckets:  # which says no caption: that of a text beside it
+            texts = (path.with_suffix(suffix) for suffix in self.info.suffixes if suffix != SUFFIX)
+            path = next((text for text in texts if text.is_file()), path)
+            if path == self.root / file.caption:
+                return (self.info.words,) if self.info.words else ()
         with open_regular(path) as opened:
             size = os.fstat(opened.fileno()).st_size
             data = opened.read(min(size, MAX_CAPTION_BYTES))
@@ -84,11 +112,22 @@ class FolderSource(DataSource):
     def read(self, media: MediaRef) -> bytes:
         return read_image(self.root / media.path)
 
+    def open_media(self, media: MediaRef) -> Path | FramesRef:
+        path = self.root / media.path
+        if media.path.endswith(FRAMES) and path.is_dir():
+            side = path.with_suffix(SUFFIX)
+            rate = parse_side_file(read_regular(side, MAX_CAPTION_BYTES), side.name).fps if side.is_file() else None
+            return FramesRef(path, rate or Fraction(self.info.fps))
+        refuse_irregular(path)
+        return path
+
 
 def walk(
-    root: Path, below: str = "", *, deep: bool = True, hidden: bool = False
+    root: Path, below: str = "", *, deep: bool = True, hidden: bool = False, leaf: str | None = None
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Iterate over (relative path, entry) of the files of a folder, at any depth or its own only, in no order.
+
+    leaf: a folder whose name ends so counts as a file.
 
     Linked folders are followed, each real folder once; what is no file (a pipe, a device, a link that leads nowhere) is
     an item that cannot be read. Hidden folders are left out, and hidden files unless they are asked for.
@@ -107,7 +146,7 @@ def walk(
                 if (is_hidden and not hidden) or entry.name == "__MACOSX":
                     continue
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                if is_folder(entry):
+                if is_folder(entry) and not (leaf and path.endswith(leaf) and not is_hidden):
                     if deep and not is_hidden:
                         waiting.append(path)
                 else:
@@ -134,6 +173,13 @@ def listing_digest(folders: Sequence[str]) -> str:
             raise DataFault(f"{error.filename or folder}: cannot be listed ({error.strerror})") from None
         state.update(repr(listed).encode("utf-8", "surrogatepass") + b"\n")
     return state.hexdigest()
+
+
+def _size_and_time_of_all(folder: Path) -> tuple[int, int]:
+    """Return the bytes of a folder's files, and a number that changes with their names, sizes and times."""
+    stats = sorted((name, *size_and_time(entry)) for name, entry in walk(folder, deep=False))
+    digest = hashlib.blake2b(repr(stats).encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    return sum(size for _, size, _ in stats), int.from_bytes(digest, "little")
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

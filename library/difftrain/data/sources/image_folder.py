@@ -27,7 +27,7 @@ from difftrain.data.sources.base import (
     can_be_path,
     image_file,
     is_left_out,
-    is_picture,
+    is_media,
     key_path,
     printable,
     read_image,
@@ -75,7 +75,7 @@ class ImageFolderSource(DataSource):
         return {
             path: entry
             for path, entry in below.items()
-            if is_picture(path)
+            if is_media(path, self.info)
             and not is_left_out(self.info, path, by_file=False)
             and not any(path.startswith(f"{other}/") for other in nearer)
         }
@@ -164,6 +164,10 @@ class ImageFolderSource(DataSource):
 
     def read(self, media: MediaRef) -> bytes:
         return read_image(self.root / media.path)
+
+    def open_media(self, media: MediaRef) -> Path:
+        refuse_irregular(self.root / media.path)
+        return self.root / media.path
 
 
 def _table(file: Path) -> list[Row]:

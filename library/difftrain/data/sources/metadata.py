@@ -25,12 +25,12 @@ from difftrain.data.sources.base import (
     ListedFile,
     SourceItem,
     image_file,
-    is_picture,
+    is_media,
     printable,
     read_image,
 )
 from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, all_lines, decode_text, first_line, sound
-from difftrain.io.files import read_regular
+from difftrain.io.files import read_regular, refuse_irregular
 
 _ORDER = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # kohya's, where several pictures have the name
 _SUFFIXES = (*_ORDER, *(s.upper() for s in _ORDER), *sorted(IMAGE_SUFFIXES.difference(_ORDER)))
@@ -120,7 +120,7 @@ class MetadataSource(DataSource):
     def _find(self, name: str) -> Path | None:
         """Find a picture by its path, below the root, whole or from where we are, or by its name without suffix."""
         here = self.root / name  # a whole path stays one
-        by_path = (here, Path.cwd() / name) if is_picture(name) else ()
+        by_path = (here, Path.cwd() / name) if is_media(name, self.info) else ()
         for path in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
             if _is_file(path):
                 return path
@@ -139,6 +139,10 @@ class MetadataSource(DataSource):
 
     def read(self, media: MediaRef) -> bytes:
         return read_image(self.root / media.path)
+
+    def open_media(self, media: MediaRef) -> Path:
+        refuse_irregular(self.root / media.path)
+        return self.root / media.path
 
 
 def _of_lines(text: str, file: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from difftrain.data.sources.base import (
     ControlImage,
     DataSource,
     FileRef,
+    FramesRef,
     ListedFile,
     SourceInfo,
     SourceItem,
@@ -37,6 +38,7 @@ from difftrain.io.files import refuse_irregular
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "file_name", "filename", "image_file", "filepath", "file_path", "path")
+VIDEO_COLUMNS = ("video", "clip", "mp4", "webm", "video_bytes", "video_path")  # looked for first, where videos are read
 CAPTION_COLUMNS = ("caption", "text", "txt", "prompt", "description", "captions", "texts", "prompts", "sentence")
 _REFERENCE_COLUMNS = (
     "control", "control_image", "reference", "reference_image", "source_image", "input_image", "original_image",
@@ -158,6 +160,12 @@ class ParquetSource(DataSource):
                 return BadItem(str(row), f"no reference: row {row} holds none in column {number + 1} of references")
         return replace(item, control=tuple(references))
 
+    def open_media(self, media: MediaRef) -> BinaryIO | Path | FramesRef:
+        if media.length >= 0:
+            refuse_irregular(self.root / media.path)
+            return self.root / media.path
+        return super().open_media(media)
+
     def read(self, media: MediaRef) -> bytes:
         if media.length >= 0:
             return read_image(self.root / media.path)
@@ -194,13 +202,12 @@ class ParquetSource(DataSource):
         Raises: DataFault that names the columns found.
         """
         schema = file.schema_arrow
-        image = _choose(schema, self.info.image_column, (*IMAGE_COLUMNS, *PATH_COLUMNS), _can_be_picture)
+        names = (*(VIDEO_COLUMNS if self.info.clips else ()), *IMAGE_COLUMNS, *PATH_COLUMNS)
+        image = _choose(schema, self.info.image_column, names, _can_be_picture)
         caption = _choose(schema, self.info.caption_column, CAPTION_COLUMNS, _can_be_caption)
         missing = []
         if image is None:
-            missing.append(
-                _missing("pictures", self.info.image_column, "data.image_column", IMAGE_COLUMNS + PATH_COLUMNS)
-            )
+            missing.append(_missing("pictures", self.info.image_column, "data.image_column", names))
         if caption is None:
             missing.append(_missing("captions", self.info.caption_column, "data.caption_column", CAPTION_COLUMNS))
         if image is None or caption is None:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 from difftrain.contracts import MediaRef
 from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
-    IMAGE_SUFFIXES,
     BadItem,
     ControlImage,
     DataSource,
@@ -25,12 +24,15 @@ from difftrain.data.sources.base import (
     SourceInfo,
     SourceItem,
     is_left_out,
+    is_media,
     is_picture,
+    media_suffixes,
     printable,
     split_suffix,
 )
 from difftrain.data.sources.captions import BadCaption, caption_of_json, captions_of
 from difftrain.data.sources.folder import MAX_CAPTION_BYTES, size_and_time, walk
+from difftrain.data.sources.side_files import SideFile, parse_side_file
 from difftrain.data.sources.tar_headers import Member, TarDamage, read_members
 
 _OPEN_FILES = 32
@@ -132,7 +134,7 @@ class TarSource(DataSource):
         yield from list_shards(self, ".tar")
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
-        shard = _read_shard(read_members(self.root / file.path), paired=self._paired)
+        shard = _read_shard(read_members(self.root / file.path), self.info, paired=self._paired)
         stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
         opened = self._files.get(self.root / file.path)
         for picture in shard.pictures:
@@ -151,7 +153,9 @@ class TarSource(DataSource):
     def count(self, path: str, enough: int) -> int:
         count = 0
         for member in read_members(self.root / path):
-            count += isinstance(member, Member) and is_picture(member.name) and not self._is_reference(member.name)
+            count += (
+                isinstance(member, Member) and is_media(member.name, self.info) and not self._is_reference(member.name)
+            )
             if count >= enough:
                 break
         return count
@@ -166,6 +170,9 @@ class TarSource(DataSource):
 
     def read(self, media: MediaRef) -> bytes:
         return read_span(self._files.get(self.root / media.path), media.offset, media.length)
+
+    def open_media(self, media: MediaRef) -> BinaryIO:
+        return open_span(self._files.get(self.root / media.path), media.offset, media.length)
 
 
 def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
@@ -183,7 +190,8 @@ def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
             yield ListedFile("other", path)
 
 
-def _read_shard(members: Iterator[Member | TarDamage], *, paired: bool) -> _Shard:
+def _read_shard(members: Iterator[Member | TarDamage], info: SourceInfo, *, paired: bool) -> _Shard:
+    suffixes = media_suffixes(info)
     shard = _Shard()
     seen: dict[str, Member] = {}
     for member in members:
@@ -193,7 +201,7 @@ def _read_shard(members: Iterator[Member | TarDamage], *, paired: bool) -> _Shar
         name = _clean(member.name)
         suffix = split_suffix(name)[1]
         hidden = name.rpartition("/")[2].startswith("._")  # macOS leaves such a twin of every file
-        if hidden or (suffix not in IMAGE_SUFFIXES and suffix not in (".txt", ".json")):
+        if hidden or (suffix not in suffixes and suffix not in (".txt", ".json")):
             continue
         reason = _refuse(member, suffix)
         if reason:
@@ -206,7 +214,7 @@ def _read_shard(members: Iterator[Member | TarDamage], *, paired: bool) -> _Shar
         match = _REFERENCE.fullmatch(split_suffix(name)[0]) if paired and is_picture(name) else None
         if match is not None:
             shard.references.setdefault(match[1], []).append((int(match[2] or 0), member))
-        elif is_picture(name):
+        elif is_media(name, info):
             shard.pictures.append(member)
         else:
             (shard.texts if name.lower().endswith(".txt") else shard.sidecars)[split_suffix(name)[0]] = member
@@ -221,14 +229,17 @@ def _refuse(member: Member, suffix: str) -> str:
         return "outside its folder: the member's name leads out of the tar"
     if member.kind != "a file" or member.fault:
         return member.fault
-    if not member.size and suffix in IMAGE_SUFFIXES:
+    if not member.size and suffix not in (".txt", ".json"):
         return "empty: 0 bytes"
     return ""
 
 
 def _item(file: str, opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> SourceItem | BadItem:
-    stem = split_suffix(picture.name)[0]
+    stem, side = split_suffix(picture.name)[0], SideFile()
     try:
+        if info.frame_buckets and stem in shard.sidecars:
+            sidecar = shard.sidecars[stem]
+            side = parse_side_file(_text(opened, sidecar), sidecar.name, multi_line=info.multi_line)
         if info.captions_file:
             captions = captions_file.captions_in(info, picture.name)
         else:
@@ -253,6 +264,7 @@ def _item(file: str, opened: io.FileIO, picture: Member, shard: _Shard, info: So
         _opener(opened, picture),
         lacking,
         control=tuple(ControlImage(file, m.offset, m.size, m.size, _opener(opened, m), m.name) for m in members),
+        spans=side.spans,
     )
 
 
@@ -265,13 +277,18 @@ def _captions(opened: io.FileIO, text: Member | None, sidecar: Member | None, mu
     chosen = text or sidecar
     if chosen is None:
         return ()
-    if chosen.size > MAX_CAPTION_BYTES:
-        raise BadCaption(
-            f"caption too long: {chosen.name} has {chosen.size} bytes, at most {MAX_CAPTION_BYTES} are read"
-        )
-    data = read_span(opened, chosen.offset, chosen.size)
+    data = _text(opened, chosen)
     read = captions_of if text is not None else caption_of_json
     return read(data, chosen.name, multi_line=multi_line)
+
+
+def _text(opened: io.FileIO, member: Member) -> bytes:
+    """Read a text or sidecar. Raises BadCaption where it is too long."""
+    if member.size > MAX_CAPTION_BYTES:
+        raise BadCaption(
+            f"caption too long: {member.name} has {member.size} bytes, at most {MAX_CAPTION_BYTES} are read"
+        )
+    return read_span(opened, member.offset, member.size)
 
 
 def _clean(name: str) -> str:

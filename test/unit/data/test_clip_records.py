@@ -1,0 +1,223 @@
+"""Clips as data: which windows of a video are samples, what is rejected, and what is decoded of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clip_files import SIZE_WH, numbered, numbered_bytes, numbers_of
+from PIL import Image
+
+from difftrain.config import TrainConfig
+from difftrain.config.datasets.clips import clip_buckets
+from difftrain.contracts import ClipFacts, Draw
+from difftrain.contracts.family import Feature, FeatureSpec
+from difftrain.data.prepare import Data, open_data, prepare
+from difftrain.data.samples import SampleMaker
+
+FPS = 8
+
+
+def config(folder: Path, cache: Path, held_out: float = 0.0, **data: Any) -> TrainConfig:
+    """Return what reads the clips of a folder at FPS, in their own size."""
+    section = {
+        "dirs": (str(folder),), "resolution": SIZE_WH, "frame_buckets": (1, 5, 9), "framerate": FPS,
+        "cache_dir": str(cache), "workers": 0, **data,
+    }  # fmt: skip
+    return TrainConfig.model_validate(
+        {
+            "model": {"family": "wan"},
+            "data": section,
+            "training": {"seed": 1},
+            "validation": {"split": held_out},
+        }
+    )
+
+
+def prepared(folder: Path, **data: Any) -> tuple[Data, TrainConfig]:
+    cfg = config(folder, folder.parent / "cache", **data)
+    return open_data(cfg, prepare(cfg, log=lambda line: None)), cfg
+
+
+def shown(data: Data, record_id: int = 0, occurrence: int = 0) -> list[int]:
+    """Decode a record as training does and return the numbers of its frames."""
+    maker = SampleMaker(
+        data.index, data.recipes, FeatureSpec({"latents": Feature(4, 8, frames=4)}, {}), lambda c: {}, 1
+    )
+    record = data.index.record(record_id)
+    sample = maker.sample(record, Draw(record.id, record.key, occurrence), 0)
+    assert sample.pixels is not None
+    frames = sample.pixels if sample.pixels.ndim == 4 else sample.pixels[:, None]
+    return numbers_of(frames.transpose(1, 2, 3, 0))
+
+
+def write(folder: Path, name: str, count: int, caption: str | None = "words", **options: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(numbered_bytes(count, **{"fps": FPS, **options}))
+    if caption is not None:
+        (folder / name).with_suffix(".txt").write_text(caption)
+
+
+def clips(data: Data) -> dict[str, tuple[int, int]]:
+    """Return the first frame and the frames of every record, by its name below the folder."""
+    records = [data.index.record(i) for i in range(data.index.count)]
+    return {
+        one.name.rpartition("/")[2]: (one.clip.first if one.clip else 0, one.frames)
+        for one in sorted(records, key=lambda one: one.name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("single_beginning", {"long.mp4": (0, 9), "short.mp4": (0, 5)}),
+        ("single_middle", {"long.mp4": (5, 9), "short.mp4": (1, 5)}),
+        ("multiple_overlapping", {
+            "long.mp4": (0, 9), "long.mp4#1": (5, 9), "long.mp4#2": (11, 9), "short.mp4": (0, 5), "short.mp4#1": (3, 5),
+        }),
+    ],
+)  # fmt: skip
+def test_a_video_is_cut_into_the_largest_bucket_that_it_fills(mode: str, expected: dict, tmp_path: Path) -> None:
+    write(tmp_path / "a", "long.mp4", 20)
+    write(tmp_path / "a", "short.mp4", 8)
+    data, cfg = prepared(tmp_path / "a", video_clip_mode=mode)
+    assert clips(data) == expected
+    for number in range(data.index.count):
+        clip = data.index.record(number).clip
+        assert clip is not None and shown(data, number) == list(range(clip.first, clip.first + clip.frames))
+    buckets = {str(rows.bucket): rows.uses for rows in data.tables.training}
+    assert buckets == {
+        "64x48x9": sum(n == 9 for _, n in expected.values()),
+        "64x48x5": sum(n == 5 for _, n in expected.values()),
+    }
+    again = open_data(cfg, prepare(cfg, log=lambda line: None))
+    assert again.index.folder == data.index.folder  # nothing has changed, and nothing is read again
+
+
+def test_a_random_clip_is_another_at_every_use_and_always_the_same_one(tmp_path: Path) -> None:
+    write(tmp_path / "a", "long.mp4", 30)
+    data, _ = prepared(tmp_path / "a", video_clip_mode="random")
+    firsts = [shown(data, 0, occurrence) for occurrence in range(12)]
+    assert all(frames == list(range(frames[0], frames[0] + 9)) for frames in firsts)
+    assert len({frames[0] for frames in firsts}) > 4 and max(frames[0] for frames in firsts) <= 21
+    assert firsts == [shown(data, 0, occurrence) for occurrence in range(12)]
+
+
+def test_images_stand_among_clips_in_a_bucket_of_one_frame(tmp_path: Path) -> None:
+    write(tmp_path / "a", "clip.mp4", 12)
+    Image.fromarray(numbered(3)).save(tmp_path / "a" / "still.png")
+    (tmp_path / "a" / "still.txt").write_text("a still")
+    pictures = [Image.fromarray(numbered(number)) for number in range(10)]
+    pictures[0].save(
+        tmp_path / "a" / "moves.webp", save_all=True, append_images=pictures[1:], duration=1000 // FPS, lossless=True
+    )
+    pictures[0].save(tmp_path / "a" / "one.gif")
+    for name in ("moves", "one"):
+        (tmp_path / "a" / f"{name}.txt").write_text(name)
+    data, _ = prepared(tmp_path / "a")
+    assert clips(data) == {"clip.mp4": (0, 9), "moves.webp": (0, 9), "one.gif": (0, 1), "still.png": (0, 1)}
+    assert {str(rows.bucket): rows.records for rows in data.tables.training} == {"64x48": 2, "64x48x9": 2}
+    numbers = {one.name.rpartition("/")[2]: one.id for one in map(data.index.record, range(4))}
+    assert shown(data, numbers["still.png"]) == [3] and shown(data, numbers["moves.webp"]) == list(range(9))
+
+
+def test_side_files_name_captions_parts_and_rates(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write(folder, "parts.mp4", 40, None)
+    parts = [{"start": 1, "end": 2, "caption": "second"}, {"start": 2.5, "caption": ["third", "or so"]}]
+    (folder / "parts.json").write_text(json.dumps({"clips": parts}))
+    write(folder, "part.mp4", 40, "of the text")
+    (folder / "part.json").write_text(json.dumps({"start": 3}))
+    frames = folder / "drawn.frames"
+    frames.mkdir()
+    for number in range(20):
+        Image.fromarray(numbered(number)).save(frames / f"{number}.png")
+    (folder / "drawn.json").write_text(json.dumps({"caption": "drawn", "fps": 2 * FPS}))
+    data, _ = prepared(folder)
+    records = {one.name.rpartition("/")[2]: one for one in map(data.index.record, range(data.index.count))}
+    assert {name: one.captions for name, one in records.items()} == {
+        "parts.mp4#1000-2000": ("second",), "parts.mp4#2500-5000": ("third", "or so"),
+        "part.mp4#3000-5000": ("of the text",), "drawn.frames": ("drawn",),
+    }  # fmt: skip
+    assert shown(data, records["parts.mp4#1000-2000"].id) == [8, 9, 10, 11, 12]
+    assert shown(data, records["parts.mp4#2500-5000"].id) == list(range(20, 29))
+    assert shown(data, records["part.mp4#3000-5000"].id) == list(range(24, 33))
+    assert shown(data, records["drawn.frames"].id) == list(range(0, 18, 2))
+
+
+def test_tars_and_parquet_hold_videos(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    files = {"a.mp4": numbered_bytes(12, fps=FPS), "a.txt": b"in a tar", "b.mp4": numbered_bytes(6, fps=FPS),
+             "b.json": json.dumps({"caption": "cut", "start": 0.125}).encode()}  # fmt: skip
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    data, _ = prepared(folder)
+    assert clips(data) == {"0.tar!a.mp4": (0, 9), "0.tar!b.mp4#125-750": (0, 5)}
+    by_name = {one.name.rpartition("!")[2]: one.id for one in map(data.index.record, range(2))}
+    assert shown(data, by_name["a.mp4"]) == list(range(9)) and shown(data, by_name["b.mp4#125-750"]) == [1, 2, 3, 4, 5]
+
+    folder = tmp_path / "rows"
+    (folder / "videos").mkdir(parents=True)
+    (folder / "videos" / "c.webm").write_bytes(numbered_bytes(9, fps=FPS, form="webm", codec="libvpx-vp9"))
+    rows = {"video": [files["b.mp4"]], "caption": ["bytes"]}, {"video_path": ["videos/c.webm"], "caption": ["a path"]}
+    for number, columns in enumerate(rows):
+        parquet.write_table(pyarrow.table(columns), folder / f"{number}.parquet")
+    data, _ = prepared(folder)
+    assert sorted(shown(data, number) for number in range(2)) == [[0, 1, 2, 3, 4], list(range(9))]
+
+
+def test_what_cannot_be_a_clip_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write(folder, "good.mp4", 9)
+    write(folder, "brief.mp4", 4)
+    write(folder, "uncaptioned.mp4", 9, None)
+    write(folder, "behind.mp4", 9, None)
+    (folder / "behind.json").write_text(json.dumps({"caption": "c", "start": 7}))
+    write(folder, "backwards.mp4", 9, None)
+    (folder / "backwards.json").write_text(json.dumps({"caption": "c", "start": 2, "end": 1}))
+    (folder / "cut.mp4").write_bytes(numbered_bytes(9, fps=FPS)[:300])
+    (folder / "named.mp4").write_bytes(Path(__file__).read_bytes()[:2000])
+    (folder / "none.frames").mkdir()
+    for name in ("cut", "named", "none"):
+        (folder / f"{name}.txt").write_text("words")
+    data, _ = prepared(folder, max_rejected_share=1.0)
+    reasons = {Path(one.path).name: one.reason for one in data.rejects()}
+    assert clips(data) == {"good.mp4": (0, 9)}
+    expected = {
+        "brief.mp4": ("too short", "4 frames", "8 a second", "5"), "uncaptioned.mp4": ("no caption",),
+        "behind.mp4": ("no such part", "7 s"), "backwards.mp4": ("broken sidecar", "2 s", "1 s"), "cut.mp4": (),
+        "named.mp4": ("no video",), "none.frames": ("no frames",),
+    }  # fmt: skip
+    assert reasons.keys() == expected.keys()
+    assert [name for name, facts in expected.items() for fact in facts if fact not in reasons[name]] == []
+
+
+def test_the_clips_of_a_video_are_held_out_together(tmp_path: Path) -> None:
+    for number in range(12):
+        write(tmp_path / "a", f"{number}.mp4", 20)
+    cfg = config(tmp_path / "a", tmp_path / "cache", video_clip_mode="multiple_overlapping", held_out=0.4)
+    data = open_data(cfg, prepare(cfg, log=lambda line: None))
+    parts = []
+    for rows in (data.tables.training, data.tables.validation):
+        ids = [int(i) for one in rows for i in data.tables.ids()[one.first : one.first + one.records]]
+        parts.append({data.index.record(i).media.path for i in ids})
+    assert len(parts[0]) + len(parts[1]) == 12 and not parts[0] & parts[1] and min(map(len, parts)) > 1
+
+
+def test_frames_come_down_to_what_the_family_takes() -> None:
+    assert clip_buckets((33, 32, 6, 3), ClipFacts(16, 4)) == (
+        (1, 5, 29, 33), ["3: 1 is used, of 4 n + 1 frames", "6: 5 is used, of 4 n + 1 frames", "32: 29 is used, of 4 n + 1 frames"],
+    )  # fmt: skip
+    assert np.all([ClipFacts(25, 8).frames(n) % 8 == 1 for n in range(1, 60)])
