@@ -197,7 +197,7 @@ def test_what_cannot_be_a_clip_is_named(tmp_path: Path) -> None:
     assert clips(data) == {"good.mp4": (0, 9)}
     expected = {
         "brief.mp4": ("too short", "4 frames", "8 a second", "5"), "uncaptioned.mp4": ("no caption",),
-        "behind.mp4": ("no such part", "7 s"), "backwards.mp4": ("broken sidecar", "2 s", "1 s"), "cut.mp4": (),
+        "behind.mp4": ("7 s", "1.125 s"), "backwards.mp4": ("broken sidecar", "2 s", "1 s"), "cut.mp4": (),
         "named.mp4": ("no video",), "none.frames": ("no frames",),
     }  # fmt: skip
     assert reasons.keys() == expected.keys()
