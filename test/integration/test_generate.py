@@ -18,6 +18,7 @@ from refusals import names
 from safetensors.torch import load_file, save_file
 
 from difftrain.cli import main
+from difftrain.data.media.clips import probe_clip
 from difftrain.models.registry import FAMILIES
 from difftrain.sampling import draw_pictures
 from difftrain.sampling.prompts import Prompt
@@ -179,6 +180,30 @@ def test_grid_singles_seeds_and_what_they_say_of_themselves(folder: Path, tmp_pa
     assert drawn(*line, *size, f"--output={tmp_path / 'grid.png'}") == 0  # of several pictures a grid
     assert np.array_equal(pixels(tmp_path / "grid.png"), pixels(tmp_path / "out" / "grid.png"))
     assert len(json.loads(Image.open(tmp_path / "grid.png").text["difftrain"])) == 4  # type: ignore[attr-defined]
+
+
+def test_clips(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = exported(loaded(config("wan")), tmp_path / "weights")
+    line = f"--weights={weights}", "--prompt=a cat", "--steps=1", "--width=48", "--height=32", "--cfg=1"
+    assert drawn(*line, "--frames=7", "--count=2", f"--output={tmp_path / 'out'}") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000_0.mp4", "001_1.mp4", "grid.png"]
+    assert any(names(message, 7, 5) for message in caplog.messages)
+    for suffix in (".mp4", ".webp"):
+        assert drawn(*line, "--frames=5", f"--output={tmp_path / f'one{suffix}'}") == 0
+        header = probe_clip(tmp_path / f"one{suffix}")
+        assert (header.size_wh, header.frames, round(header.fps)) == ((48, 32), 5, 16)
+    assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "out" / "000_0.mp4").read_bytes()
+    assert drawn(*line, "--frames=5", f"--output={tmp_path / 'sheet.png'}") == 0
+    assert Image.open(tmp_path / "sheet.png").size == (5 * 48 + 4 * 2, 32)
+
+    # without frames it is an image, which a video's file does not hold, nor several clips
+    assert drawn(*line, f"--output={tmp_path / 'image.png'}") == 0
+    assert Image.open(tmp_path / "image.png").size == (48, 32)
+    assert "--frames" in refused(capsys, *line, f"--output={tmp_path / 'image.mp4'}")
+    assert "a folder" in refused(capsys, *line, "--frames=5", "--count=2", f"--output={tmp_path / 'two.mp4'}")
+    assert "--overwrite" in refused(capsys, *line, "--frames=5", f"--output={tmp_path / 'one.mp4'}")
+    image = f"--image={tmp_path / 'image.png'}"
+    assert "--frames" in refused(capsys, *line, image, "--frames=5", f"--output={tmp_path / 'i.png'}")
 
 
 def test_a_picture_and_a_mask(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

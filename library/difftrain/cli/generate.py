@@ -24,6 +24,7 @@ from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
+from difftrain.io.clip_files import CLIP_SUFFIXES
 from difftrain.report.progress import SIGNS
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from difftrain.train.inference.weights_path import WeightsPath
 
 PROG = "difftrain generate"
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff")
 # flag -> kohya's name of the field of a prompt that it is the default of
 FIELDS = {
     "negative": "negative_prompt", "width": "width", "height": "height", "seed": "seed", "steps": "sample_steps",
-    "cfg": "scale", "guidance": "guidance_scale", "flow_shift": "flow_shift", "control": "control_image",
+    "cfg": "scale", "guidance": "guidance_scale", "flow_shift": "flow_shift", "control": "control_image", "frames": "frame_count",
 }  # fmt: skip
 OWN: dict[str, Row] = {row.name: row for row in (
     Row("weights", "str", "", "a run's folder or checkpoint, a diffusers folder, or a single file"),
@@ -43,7 +44,7 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("ema", "str", "", "for a checkpoint, its averaged weights: --ema the moving average, --ema=0.05 that of this relative"
         " width, --ema=no the raw weights; not given: as for the samples during training"),
     Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT, ComfyUI or kohya, merged at a scale (1); may be given several times"),
-    Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs --ci); may be"
+    Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs --f --ci); may be"
         " given several times"),
     Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as for --sample_prompts"),
     Row("negative", "str", "", "negative prompt, for prompts that have none"),
@@ -52,6 +53,7 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("steps", "int", "", "sampler steps; 30 by default"),
     Row("width", "int", "", "not given: the run's, or the model's own up to 512, or that of --image"),
     Row("height", "int", "", "as the width"),
+    Row("frames", "int", "", "frames of a clip, of models that draw clips; not given: those of the run's longest clips, or 1, an image"),
     Row("cfg", "float", "", "classifier-free guidance scale; 1 or less: off; 7.5 by default"),
     Row("guidance", "float", "", "guidance value passed to a guidance-distilled model"),
     Row("flow_shift", "float", "", "time shift of a flow model, in place of the model's own"),
@@ -62,7 +64,8 @@ OWN: dict[str, Row] = {row.name: row for row in (
     Row("image", "str", "", "image to start from (img2img)"),
     Row("mask", "str", "", "mask for --image (inpainting): white is redrawn, black is kept; same size as the image"),
     Row("strength", "float", "", "denoising strength for --image, above 0 and up to 1; 0.75 by default"),
-    Row("output", "str", "", "a .png (of several images a grid), or a folder (each image, and a grid)"),
+    Row("output", "str", "", "a .png (of several images a grid; of a clip some frames), an .mp4 or .webp of one clip, or a folder (each image or clip,"
+        " and a grid)"),
     Row("overwrite", "switch", "", "replace existing files"),
 )}  # fmt: skip
 TABLE: dict[str, Row] = {
@@ -121,6 +124,8 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
         yield Fault("--mask", "needs --image", "the image of which a part is redrawn")
     if "strength" in bare and "image" not in bare:
         yield Fault("--strength", "needs --image", "the image to start from")
+    if "image" in bare and int(bare.get("frames", 1)) > 1:
+        yield Fault("--frames", "has no use beside --image", "clips are drawn from noise alone: leave one of them out")
     if not 0 < float(bare.get("strength", 1)) <= 1:
         yield Fault("--strength", f"got {bare['strength']}", "above 0 and up to 1")
     if int(bare.get("count", 1)) < 1:
@@ -128,7 +133,10 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
     if "output" not in bare:  # named with all that is missing
         return
     output = Path(bare["output"]).expanduser()
-    if output.suffix.lower() in PICTURES[1:]:
+    if output.suffix.lower() in CLIP_SUFFIXES:
+        if output.is_file() and "overwrite" not in bare:
+            yield Fault("--output", f"'{output}' already exists", "another name, or --overwrite")
+    elif output.suffix.lower() in PICTURES[1:]:
         yield Fault(
             "--output", f"'{output}' is not a .png", "images are written as PNG, which records how they were made"
         )

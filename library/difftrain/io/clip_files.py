@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from difftrain.io.files import aside_of, fsync_file, fsync_folder, write_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CLIP_SUFFIXES = (".mp4", ".webp")
 _CRF = "17"  # hardly told from what was encoded
@@ -21,9 +22,11 @@ _BT709, _LIMITED = 1, 1
 
 
 def write_clip(
-    path: Path, frames: np.ndarray, fps: float | Fraction, *, about: Mapping[str, str] | None = None
-) -> Path:
-    """Write frames as the suffix says, .mp4 or .webp, in one step. about: texts for the file's header; .mp4 keeps "comment".
+    path: Path, frames: np.ndarray, fps: float | Fraction, *, about: Mapping[str, str] | None = None,
+    quality: int = _WEBP_QUALITY,
+) -> Path:  # fmt: skip
+    """Write frames as the suffix says, .mp4 or .webp, in one step. about: texts for the file's header; .mp4 keeps
+    "comment". quality: of a .webp.
 
     An .mp4 has even sides: an odd one gets its last row or column once more. The same frames give the same bytes.
     Shapes: frames (F, H, W, 3) uint8. Raises: OSError; ValueError for another suffix.
@@ -33,7 +36,7 @@ def write_clip(
     if suffix not in CLIP_SUFFIXES:
         raise ValueError(f"{path.name}: a clip is written as {' or '.join(CLIP_SUFFIXES)}")
     if suffix == ".webp":
-        return write_bytes(path, _webp(frames, rate))
+        return write_bytes(path, _webp(frames, rate, quality))
     aside = aside_of(path)
     try:
         _encode_mp4(aside, frames, rate, dict(about or {}))
@@ -47,6 +50,7 @@ def write_clip(
 
 def _encode_mp4(path: Path, frames: np.ndarray, rate: Fraction, about: dict[str, str]) -> None:
     import av
+    import numpy as np
 
     _, height, width, _ = frames.shape
     padded = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
@@ -69,7 +73,7 @@ def _encode_mp4(path: Path, frames: np.ndarray, rate: Fraction, about: dict[str,
         output.mux(stream.encode(None))
 
 
-def _webp(frames: np.ndarray, rate: Fraction) -> bytes:
+def _webp(frames: np.ndarray, rate: Fraction, quality: int) -> bytes:
     from PIL import Image
 
     times = [round(1000 * index / rate) for index in range(len(frames) + 1)]
@@ -82,6 +86,6 @@ def _webp(frames: np.ndarray, rate: Fraction) -> bytes:
         append_images=pictures[1:],
         duration=[end - start for start, end in pairwise(times)],
         loop=0,
-        quality=_WEBP_QUALITY,
+        quality=quality,
     )
     return file.getvalue()

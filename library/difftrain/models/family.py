@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.adapters import NormBound, adapted_layers, by_factor, initial_values, inside_name
+from difftrain.config.schema.families import drawn_fps, drawn_frames
 from difftrain.config.schema.rates import second_factor_ratio
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
@@ -195,6 +196,7 @@ class FamilyDrawer:
         self.scheduler: Any = family.scheduler()
         self.unit, self.walks, self.mu = family.drawn_unit, family.shift.walks, family.shift.mu
         self.references = family.num_control
+        self.fps = drawn_fps(family.cfg)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -212,19 +214,24 @@ class FamilyDrawer:
         side = self.family.source.complete(self.family.denoiser).get("sample_size")
         return (min(LARGEST, side * self.family.vae.factor) if isinstance(side, int) else LARGEST,) * 2
 
-    def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of one picture's noise."""
-        return self.family.features.draws["noise"].shape(Bucket(*size_hw))
+    def frames_of(self, asked: int | None) -> int:
+        """Return how many frames are drawn: 1 of pictures."""
+        return drawn_frames(self.family.cfg, asked)
+
+    def latent_shape(self, size_hw: tuple[int, int], frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of the noise of one picture or clip."""
+        return self.family.features.draws["noise"].shape(Bucket(*size_hw, frames))
 
     def reference_size(self, size_hw: tuple[int, int], shape_hw: tuple[int, int]) -> tuple[int, int]:
         """Return the size that a reference of a shape is brought to, where a picture of size_hw is drawn."""
         area = self.family.control_area
         return size_hw if area is None else area.size_hw(shape_hw)
 
-    def tokens(self, size_hw: tuple[int, int]) -> int:
-        """Count the tokens of a picture, for shifts that follow them."""
-        token = self.family.token
-        return (size_hw[0] // token) * (size_hw[1] // token)
+    def tokens(self, size_hw: tuple[int, int], frames: int = 1) -> int:
+        """Count the tokens of a picture or clip, for shifts that follow them."""
+        token, every = self.family.token, self.family.vae.frames
+        layers = (frames - 1) // every + 1 if every else 1
+        return layers * (size_hw[0] // token) * (size_hw[1] // token)
 
     @torch.no_grad()
     def conditions(

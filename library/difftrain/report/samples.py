@@ -1,6 +1,6 @@
 """Sample images of a run on its page: a row a prompt, a column a step, with the prompt below and how it was drawn.
 
-What was drawn is read off the names that training gives (NAME_WHEN_NUMBER_TIME_SEED.png, as kohya's trainers do) and off
+Of a clip the small animated .webp beside its .png is shown, where the page has room for it, else the .png. What was drawn is read off the names that training gives (NAME_WHEN_NUMBER_TIME_SEED.png, as kohya's trainers do) and off
 the PNG files themselves, which hold prompt and settings. Either may be missing or hostile.
 """
 
@@ -20,6 +20,7 @@ from difftrain.io.files import read_regular
 from difftrain.report.page import data_address, escape, isolated, jpeg_address, note, panel
 
 FOLDER = "sample"  # kohya's name for it, in the output folder
+CLIP = ".webp"  # of a clip: it moves
 CHUNK = "difftrain"  # of a PNG: how it was drawn, as sampling/png.py writes it
 MOST_STEPS, MOST_CELLS, MOST_EXTRAS = 8, 64, 4
 # of all cells together 4 MB as the page holds them, so that a page stays below 6 MB; few may be larger each
@@ -27,6 +28,7 @@ FEW, FEW_BYTES, CELL_BYTES = 16, 180_000, 45_000
 # longest side and quality, until the bytes are enough
 FEW_TRIES = ((1024, 86), (768, 84), (640, 80), (512, 75), (384, 65), (256, 60))
 CELL_TRIES = ((448, 82), (384, 78), (320, 72), (224, 65), (160, 55))
+CLIP_TRIES = ((192, 24), (160, 16), (128, 12), (96, 8))  # longest side and frames
 TINY = 128  # px: an image up to here is shown with its pixels, not blurred
 MOST_BYTES = 1 << 26  # of a file that is looked at
 LONGEST = 600  # characters of a prompt
@@ -113,9 +115,10 @@ def _row(images: SampleImages, number: int, most: int) -> str:
     for when in images.steps:
         path = images.cells.get((number, when))
         read = _read(path, most) if path is not None else None
-        if read is None:
+        if path is None or read is None:
             continue
         address, is_tiny, drawn = read
+        address = _moving(path, most) or address
         step = when_text(when)
         text = "\n".join([f"{step} · prompt {number + 1}", str(drawn.get("prompt", ""))[:LONGEST], _settings(drawn)])
         figures.append(_figure(address, step, text.strip(), is_tiny))
@@ -138,7 +141,8 @@ def _settings(drawn: dict[str, Any]) -> str:
     """Write how an image was drawn in one line."""
     negative = drawn.get("negative_prompt")
     parts = [f"not: {str(negative)[:LONGEST]}"] if negative else []
-    names = {"steps": "{} steps", "sampler": "{}", "cfg": "CFG {}", "seed": "seed {}"}
+    names = {"frames": "{} frames", "fps": "{} a second", "steps": "{} steps", "sampler": "{}", "cfg": "CFG {}"}
+    names["seed"] = "seed {}"
     parts += [text.format(str(drawn[key])[:40]) for key, text in names.items() if drawn.get(key) is not None]
     return " · ".join(parts)
 
@@ -154,6 +158,38 @@ def when_text(when: str) -> str:
 
 def _words(stem: str) -> str:
     return stem.replace("_", " ")
+
+
+def _moving(path: Path, most: int) -> str | None:
+    """Return the address of the animated picture beside a PNG; None where there is none, or nothing to be made of it."""
+    try:
+        clip = path.with_suffix(CLIP)
+        stat = clip.stat()
+        return _animated(clip, stat.st_mtime_ns, stat.st_size, most)
+    except Exception:  # as in _read
+        return None
+
+
+@functools.lru_cache(maxsize=2 * MOST_CELLS)
+def _animated(path: Path, changed: int, size: int, most: int) -> str | None:
+    raw = read_regular(path, MOST_BYTES)
+    with Image.open(io.BytesIO(raw), formats=("WEBP",)) as image:
+        count = getattr(image, "n_frames", 1)
+        if count < 2 or len(raw) <= most:
+            return data_address(raw, "webp") if count > 1 else None
+        for side, frames in CLIP_TRIES:  # smaller, and fewer frames, each shown longer
+            step = -(-count // frames)
+            shown = []
+            for index in range(0, count, step):
+                image.seek(index)
+                shown.append(image.convert("RGB"))
+                shown[-1].thumbnail((side, side), Image.Resampling.BICUBIC)
+            file = io.BytesIO()
+            duration = step * int(image.info.get("duration") or 100)
+            shown[0].save(file, "WEBP", save_all=True, append_images=shown[1:], duration=duration, loop=0, quality=60)
+            if file.tell() <= most:
+                return data_address(file.getvalue(), "webp")
+    return None
 
 
 def _read(path: Path, most: int) -> tuple[str, bool, dict[str, Any]] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import UNTIL
+from difftrain.sampling.clips import DrawnClip, sheet_of
 from difftrain.sampling.edits import Edit, SourcePicture, reference_image, reference_pixels
 from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import UNIT, Prompt
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from difftrain.contracts import Drawer
 
+ClipWriter = Callable[[Path, DrawnClip, Mapping[str, Any]], None]
 FILLER = "#808080"  # between pictures of a grid: neither a light nor a dark page's ground
 
 
@@ -140,33 +142,46 @@ def draw_batch(
 
 @dataclass(frozen=True)
 class GridPicture:
-    """One drawn prompt, the seed that drew it, and the sampler. is_finite: it was drawn of numbers."""
+    """One drawn prompt, the seed that drew it, and the sampler. is_finite: it was drawn of numbers.
+
+    image: of a clip, some of its frames side by side.
+    """
 
     image: Image
     seed: int
     sampler: str = ""
     is_finite: bool = True
+    clip: DrawnClip | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return (width, height) of what was drawn."""
+        return self.clip.size if self.clip is not None else self.image.size
+
+    def facts(self, prompt: Prompt, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return how it was drawn, as JSON."""
+        own = self.clip.facts if self.clip is not None else {}
+        return facts_of(prompt, self.seed, self.sampler, self.size, own | dict(about or {}))
 
 
 def draw_grid(
     model: Drawer, prompts: Sequence[Prompt], folder: Path, name: str, when: str, *, sampler: str, seed: int | None,
-    about: Mapping[str, Any] | None = None,
+    about: Mapping[str, Any] | None = None, write_clip: ClipWriter | None = None,
 ) -> Path:  # fmt: skip
     """Draw every prompt, write each as kohya names it and all as one grid; return the grid's path.
 
-    Files: NAME_WHEN_00_20240131120000_SEED.png, NAME_WHEN_grid.png, which say how they were drawn. A prompt without a
-    seed takes the run's. about: what else the files are to say (weights, step, version).
+    Files: NAME_WHEN_00_20240131120000_SEED.png, NAME_WHEN_grid.png, which say how they were drawn. Of a clip the .png shows
+    some frames, and write_clip writes it beside that. A prompt without a seed takes the run's. about: what else the files are to say (weights, step, version).
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(model, prompts, sampler=sampler, seed=seed)
     stamp = time.strftime("%Y%m%d%H%M%S")
-    facts = [
-        facts_of(prompt, picture.seed, picture.sampler, picture.image.size, about)
-        for prompt, picture in zip(prompts, pictures, strict=True)
-    ]
+    facts = [picture.facts(prompt, about) for prompt, picture in zip(prompts, pictures, strict=True)]
     for i, (picture, fact) in enumerate(zip(pictures, facts)):
         path = folder / f"{name}_{when}_{i:02d}_{stamp}_{picture.seed}.png"
         path.write_bytes(png_bytes(picture.image, parameters(fact), fact))
+        if picture.clip is not None and write_clip is not None:
+            write_clip(path, picture.clip, fact)
     path = folder / f"{name}_{when}_grid.png"
     path.write_bytes(png_bytes(grid_of([picture.image for picture in pictures]), parameters(facts[0]), facts))
     return path
@@ -186,15 +201,17 @@ def draw_one(
     source: a picture to begin at.
     """
     chosen = prompt.seed if prompt.seed is not None else (seed or 0)
-    size = drawn_size(model, prompt)
+    size, frames = drawn_size(model, prompt), 1 if source is not None else model.frames_of(prompt.frame_count)
     # on the host, so that every device draws the same noise; that of the picture's posterior first, as in diffusers
     generator = torch.Generator("cpu").manual_seed(chosen)
     edit = None if source is None else source.edit(model, size, generator)
-    noise = torch.randn((1, *model.latent_shape(size)), generator=generator)
+    noise = torch.randn((1, *model.latent_shape(size, frames)), generator=generator)
     # without guidance the unconditional pass is not needed
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
     name = prompt.sample_sampler or sampler
-    stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift, mu=model.mu)
+    stepper = make_sampler(
+        name, model.scheduler.config, model.tokens(size, frames), shift=prompt.flow_shift, mu=model.mu
+    )
     shown = [reference_pixels(file, partial(model.reference_size, size)) for file in prompt.control_image]
     conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale, shown)
     device = next(iter(conditions.values())).device
@@ -210,7 +227,11 @@ def draw_one(
         edit=edit,
     )
     pixels = model.decode(latents)[0]
-    return GridPicture(image_of(pixels), chosen, name, bool(torch.isfinite(pixels).all()))
+    is_finite = bool(torch.isfinite(pixels).all())
+    if frames == 1:
+        return GridPicture(image_of(pixels), chosen, name, is_finite)
+    clip = DrawnClip.of(pixels, model.fps)
+    return GridPicture(sheet_of(clip.frames), chosen, name, is_finite, clip)
 
 
 def image_of(pixels: Tensor) -> Image:

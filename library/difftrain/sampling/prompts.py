@@ -19,6 +19,7 @@ from difftrain.sampling.samplers import sampler_fault
 
 MAX_STEPS = 1000
 MAX_SIDE = 16384
+MAX_FRAMES = 4097
 UNIT = 8  # sides are rounded down to its multiples, as kohya does
 
 
@@ -39,6 +40,7 @@ class Prompt:
     flow_shift: float | None = None
     guidance_scale: float | None = None
     control_image: tuple[str, ...] = ()  # files of reference images
+    frame_count: int | None = None  # of a clip
 
 
 @dataclass
@@ -54,13 +56,13 @@ class PromptEntry:
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
-    def set_aside_idle(self, *, flow: bool, guided: bool = False, references: int = 0) -> None:
+    def set_aside_idle(self, *, flow: bool, guided: bool = False, references: int = 0, clips: bool = False) -> None:
         """Set the fields aside that mean something to other models only.
 
         flow: whether the model learns a flow. guided: whether it is told a guidance. references: images that it is shown,
-        which every prompt must name.
+        which every prompt must name. clips: whether it draws clips.
         """
-        meant = {SHIFT: flow, GUIDANCE: guided, CONTROL: references > 0}
+        meant = {SHIFT: flow, GUIDANCE: guided, CONTROL: references > 0, FRAMES: clips}
         files = self.fields.get(CONTROL, ()) if references else ()
         self.faults += [
             f"--ci ({CONTROL}): no such file: {file!r}" for file in files if not Path(file).expanduser().is_file()
@@ -69,16 +71,12 @@ class PromptEntry:
             what = f"names {count} of {references} reference image{'s'[: references != 1]}"
             self.faults.append(f"--ci ({CONTROL}): {what}: a model that edits images is shown as many as in training")
         self.idle = [name for name in self.fields if name in IDLE and not meant.get(name)]
-        if flow and SHIFT in self.fields:
+        for name, check in ((SHIFT, _shift), (GUIDANCE, _number), (FRAMES, _frames)):
             try:
-                self.fields[SHIFT] = _shift(self.fields[SHIFT])
+                if meant[name] and name in self.fields:
+                    self.fields[name] = check(self.fields[name])
             except ValueError as error:
-                self.faults.append(f"--fs ({SHIFT}): {error}")
-        if guided and GUIDANCE in self.fields:
-            try:
-                self.fields[GUIDANCE] = _number(self.fields[GUIDANCE])
-            except ValueError as error:
-                self.faults.append(f"--g ({GUIDANCE}): {error}")
+                self.faults.append(f"{IDLE[name][0]} ({name}): {error}")
 
     def prompt(self) -> Prompt:
         """Return what is to be drawn; the entry must be settled and have no fault."""
@@ -86,7 +84,7 @@ class PromptEntry:
         return Prompt(**{name: value for name, value in self.fields.items() if name in known})
 
 
-SHIFT, GUIDANCE, CONTROL = "flow_shift", "guidance_scale", "control_image"
+SHIFT, GUIDANCE, CONTROL, FRAMES = "flow_shift", "guidance_scale", "control_image", "frame_count"
 # kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
 IDLE: dict[str, tuple[str, str]] = {
     GUIDANCE: ("--g", "is embedded guidance, which this model does not have; --l (scale) is classifier-free guidance"),
@@ -95,6 +93,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),
     SHIFT: ("--fs", "is a shift of flow-matching models"),
     CONTROL: ("--ci", "is a reference image of models that edit images"),
+    FRAMES: ("--f", "is the number of frames of models that draw clips"),
 }
 
 
@@ -107,6 +106,9 @@ def _integer_between(low: int, high: int) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+_frames = _integer_between(1, MAX_FRAMES)
 
 
 def _number(value: Any) -> float:
@@ -182,6 +184,7 @@ OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "ctr": (_REST, "cfg_trunc_ratio", float),
     "rcfg": (_REST, "renorm_cfg", float),
     "fs": (_REST, SHIFT, str),
+    "f": (_INT, FRAMES, int),
     "ci": (_REST, CONTROL, lambda text: [text.strip()]),
 }
 
@@ -271,6 +274,7 @@ def read_prompts(
     flow: bool = False,
     guided: bool = False,
     references: int = 0,
+    clips: bool = False,
     option: Callable[[str], str] = str,
     defaults: PromptEntry | None = None,
     passes_over: bool = False,
@@ -278,8 +282,8 @@ def read_prompts(
     """Read a file of prompts by its suffix.
 
     sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
-    guidance. references: how many images it is shown. option: how messages call the settings sample.prompts and sample.sampler. defaults: what prompts take that
-    do not say it themselves. passes_over: an option of a line with a value that it does not take is left out, as in kohya's
+    guidance. references: how many images it is shown. clips: whether it draws clips. option: how messages call the settings
+    sample.prompts and sample.sampler. defaults: what prompts take that do not say it themselves. passes_over: an option of a line with a value that it does not take is left out, as in kohya's
     scripts, and said. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where
     the sampler cannot be used: at the start of a run, not at its first picture.
     """
@@ -293,7 +297,7 @@ def read_prompts(
                 entry.notes.append(f"{entry.unread.pop('sample_sampler')}; ddim is taken, as in kohya's scripts")
             entry.notes += [f"{what}; it is left out, as in kohya's scripts" for what in entry.unread.values()]
             entry.unread.clear()
-    return _judged(entries, faults, sampler, flow, guided, references, option, defaults)
+    return _judged(entries, faults, sampler, flow, guided, references, clips, option, defaults)
 
 
 def prompts_of_lines(
@@ -304,12 +308,13 @@ def prompts_of_lines(
     flow: bool = False,
     guided: bool = False,
     references: int = 0,
+    clips: bool = False,
     option: Callable[[str], str] = str,
     defaults: PromptEntry | None = None,
 ) -> PromptFile:
     """Take prompts from a command line, each written as a line of a file. where: the flag. As read_prompts does."""
     entries = [(f"{where} {number}", parse_line(line.strip())) for number, line in enumerate(lines, start=1)]
-    return _judged(entries, [], sampler, flow, guided, references, option, defaults)
+    return _judged(entries, [], sampler, flow, guided, references, clips, option, defaults)
 
 
 def _judged(
@@ -319,6 +324,7 @@ def _judged(
     flow: bool,
     guided: bool,
     references: int,
+    clips: bool,
     option: Callable[[str], str],
     defaults: PromptEntry | None,
 ) -> PromptFile:
@@ -327,7 +333,7 @@ def _judged(
         for _, entry in entries:
             entry.fields = defaults.fields | entry.fields
     for _, entry in entries:
-        entry.set_aside_idle(flow=flow, guided=guided, references=references)
+        entry.set_aside_idle(flow=flow, guided=guided, references=references, clips=clips)
     faults += [Fault(where, what) for where, entry in entries for what in (*entry.unread.values(), *entry.faults)]
     for where, entry in entries:
         own = entry.fields.get("sample_sampler")

@@ -18,6 +18,7 @@ from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import Prompt, PromptFile, draw_grid, draw_pictures, read_prompts
 from difftrain.sampling.edits import check_references
+from difftrain.train.drawn_clips import write_beside
 from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
         flow=learns_flow(cfg),
         guided=row_of(cfg).has("model.guidance"),
         references=references_of(cfg),
+        clips=row_of(cfg).clips is not None,
         option=option,
         passes_over=is_kohyas(),
     )
@@ -150,6 +152,7 @@ class Drawing:
                 sampler=sampler_of(cfg),
                 seed=cfg.training.seed,
                 about={"weights": cfg.save.output_name, "step": at.step, "version": difftrain.__version__},
+                write_clip=write_beside,
             )
         if self._outputs is not None:
             self._outputs.picture("samples", grid, [prompt.prompt for prompt in self._prompts])

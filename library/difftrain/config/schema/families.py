@@ -75,6 +75,24 @@ def learns_flow(cfg: TrainConfig) -> bool:
     return row_of(cfg).objective == "flow"
 
 
+def drawn_frames(cfg: TrainConfig, asked: int | None = None) -> int:
+    """Return how many frames are drawn of a prompt: as many as are asked for, else as the longest clips of the training.
+
+    A family takes some numbers of frames: it is the next one below. 1: pictures.
+    """
+    facts, data = row_of(cfg).clips, cfg.data
+    if facts is None:
+        return 1
+    longest = max(data.frame_buckets + tuple(frames for one in data.datasets for frames in one.frame_buckets))
+    return facts.frames(asked or longest)
+
+
+def drawn_fps(cfg: TrainConfig) -> float:
+    """Return how many frames of a clip that is drawn are shown a second: as many as in training."""
+    facts = row_of(cfg).clips
+    return cfg.data.framerate or (facts.fps if facts is not None else 1.0)
+
+
 def takes(cfg: TrainConfig, path: str) -> bool:
     """Tell whether a field means something to a run's family."""
     return _sentences(path) is None or row_of(cfg).has(path)

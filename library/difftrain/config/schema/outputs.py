@@ -98,7 +98,7 @@ class SampleSection(Section):
 
     prompts: str | None = Field(
         None,
-        description="prompts to sample: .txt, one per line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml"
+        description="prompts to sample: .txt, one per line with kohya's options (--w --h --d --s --l --n --ss --fs --f), .toml"
         " or .json",
     )
     texts: tuple[str, ...] = Field((), description="prompts as text, each sampled in 20 steps")

@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import difftrain
-from difftrain.config.schema.families import learns_flow, row_of
+from difftrain.config.schema.families import drawn_frames, learns_flow, row_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.device.choice import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch
+from difftrain.io.clip_files import CLIP_SUFFIXES
 from difftrain.io.files import write_bytes
 from difftrain.models.registry import make_family
 from difftrain.models.weights.adapter_files import AdapterChoice
 from difftrain.sampling.draw import GridPicture, draw_one, drawn_size, evaluating, grid_of
 from difftrain.sampling.edits import SourcePicture, check_references, read_image_file
-from difftrain.sampling.png import facts_of, parameters, png_bytes
+from difftrain.sampling.png import parameters, png_bytes
 from difftrain.sampling.prompts import Prompt, PromptEntry, PromptFile, prompts_of_lines, read_prompts, set_field
 from difftrain.train.drawing import references_of, sampler_of
+from difftrain.train.drawn_clips import write_drawn
 from difftrain.train.inference.model import AS_SAMPLES, Inference, load_model
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from difftrain.train.inference.weights_path import WeightsPath
 
 log = logging.getLogger("difftrain")
-PNG, GRID = ".png", "grid.png"
+PNG, GRID, CLIP = ".png", "grid.png", ".mp4"
 # fields that weights say of themselves, where nobody gives them
 _SAID_BY_WEIGHTS = ("model.prediction_type", "noise.zero_terminal_snr", "model.clip_skip")
 
@@ -72,7 +74,9 @@ def generate(cfg: TrainConfig, request: GenerateRequest) -> list[Path]:
     source = _source(request)
     cfg = _fetched(cfg, request)
     cfg = _as_weights_say(cfg, request)
-    outputs = planned(request, prompts.prompts, cfg.training.seed)
+    outputs = planned(
+        request, prompts.prompts, cfg.training.seed, [_frames(cfg, request, one) for one in prompts.prompts]
+    )
     outputs[0].parent.mkdir(parents=True, exist_ok=True)
 
     # --- the model
@@ -105,11 +109,13 @@ def _drawn(
     for number, prompt in enumerate(_with_seeds(prompts, request.count, cfg.training.seed)):
         picture = _one(model, drawer, prompt, source)
         images.append(picture.image)
-        facts.append(facts_of(prompt, picture.seed, picture.sampler, picture.image.size, about))
-        if len(outputs) != 1 or len(prompts) == 1:
+        facts.append(picture.facts(prompt, about))
+        if picture.clip is not None and singles[number].suffix != PNG:
+            yield write_drawn(singles[number], picture.clip, facts[-1])
+        elif len(outputs) != 1 or len(prompts) == 1:
             yield write_bytes(singles[number], png_bytes(picture.image, parameters(facts[-1]), facts[-1]))
         log.info("%d of %d, seed %d on %s", number + 1, len(prompts), picture.seed, device.kind)
-    if len(prompts) > 1:
+    if len(prompts) > 1 or len(outputs) > len(prompts):
         yield write_bytes(grid, png_bytes(grid_of(images), parameters(facts[0]), facts))
 
 
@@ -139,6 +145,7 @@ def prompts_of(cfg: TrainConfig, request: GenerateRequest) -> PromptFile:
         "flow": learns_flow(cfg),
         "guided": row_of(cfg).has("model.guidance"),
         "references": references_of(cfg),
+        "clips": row_of(cfg).clips is not None,
         "option": {"sample.prompts": "--prompts", "sample.sampler": "--sampler"}.__getitem__,
         "defaults": defaults,
     }
@@ -183,24 +190,40 @@ def _of_sizes(drawer: Drawer, prompts: Sequence[Prompt], source: SourcePicture |
             )
         elif source is not None and source.image.size != (width, height):
             notes.add(f"the image of {source.image.width} x {source.image.height} px is resized to {width} x {height}")
+        asked = prompt.frame_count
+        if source is None and asked and (frames := drawer.frames_of(asked)) != asked:
+            notes.add(f"{asked} frames are sampled as {frames}: the model draws some numbers of frames only")
     yield from sorted(notes)
 
 
 # --- files
 
 
-def planned(request: GenerateRequest, prompts: Sequence[Prompt], seed: int | None) -> list[Path]:
-    """Return the files to be written: of a .png it alone, of a folder a single each, then the grid of several.
+def planned(
+    request: GenerateRequest, prompts: Sequence[Prompt], seed: int | None, frames: Sequence[int] = ()
+) -> list[Path]:
+    """Return the files to be written: of a file it alone, of a folder a single each, then the grid of several or of clips.
 
-    Raises ConfigFault where one already exists and must not be replaced.
+    frames: of each prompt, 1 of a picture. Raises ConfigFault where a file already exists and must not be replaced, or
+    cannot hold what is drawn.
     """
     repeated = [prompt for prompt in prompts for _ in range(request.count)]
-    if request.output.suffix.lower() == PNG:
+    counts = [count for count in frames or [1] * len(prompts) for _ in range(request.count)]
+    suffix = request.output.suffix.lower()
+    if suffix in CLIP_SUFFIXES and (len(repeated) > 1 or counts[0] == 1):
+        what = f"'{request.output}' is one clip, and " + (
+            "an image is drawn" if counts[0] == 1 else f"{len(repeated)} are"
+        )
+        raise ConfigFault([Fault("--output", what, "a folder, or a .png; --frames=N draws clips of models that do")])
+    if suffix in (PNG, *CLIP_SUFFIXES):
         paths = [request.output]
     else:
-        seeded = _with_seeds(repeated, request.count, seed)
-        paths = [request.output / f"{number:03d}_{image.seed}{PNG}" for number, image in enumerate(seeded)]
-        paths += [request.output / GRID] if len(repeated) > 1 else []
+        seeded = zip(_with_seeds(repeated, request.count, seed), counts)
+        paths = [
+            request.output / f"{number:03d}_{one.seed}{PNG if count == 1 else CLIP}"
+            for number, (one, count) in enumerate(seeded)
+        ]
+        paths += [request.output / GRID] if len(repeated) > 1 or counts[0] > 1 else []
     taken = [path for path in paths if path.exists()]
     if taken and not request.overwrite:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
@@ -208,6 +231,10 @@ def planned(request: GenerateRequest, prompts: Sequence[Prompt], seed: int | Non
     if folders := [path for path in taken if path.is_dir()]:
         raise ConfigFault([Fault("--output", f"'{folders[0]}' is a folder", "give another name")])
     return paths
+
+
+def _frames(cfg: TrainConfig, request: GenerateRequest, prompt: Prompt) -> int:
+    return 1 if request.image is not None else drawn_frames(cfg, prompt.frame_count)
 
 
 def _source(request: GenerateRequest) -> SourcePicture | None:
