@@ -103,7 +103,7 @@ def _length(out: Resolution, layers: Sequence[Layer]) -> None:
 
 
 def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
-    """What holds for pictures alone wins: there is nothing else."""
+    """What holds for images alone wins in families that make nothing else; beside clips it is theirs."""
     out.pop("?batch_as_given")
     looked_at = out.pop("?image_eval_batch")
     if looked_at is not None:
@@ -116,6 +116,10 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
     if pictures is None:
         return
     pairs = pictures if isinstance(pictures, tuple) else ()
+    if FAMILIES[str(out.values.get("model.family", DEFAULT))].clips is not None:
+        out.set("training.image_batch_size", max(batch for _, batch in pairs) if pairs else pictures, "?image_batch")
+        out.values["?image_batch_of"] = pairs
+        return
     out.set("training.batch_size", max(batch for _, batch in pairs) if pairs else pictures, "?image_batch")
     out.values["?batch_of"] = pairs
 

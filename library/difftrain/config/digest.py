@@ -26,7 +26,7 @@ FREE = frozenset({
     "data.dirs", "data.reg_dirs", "data.control_dirs", "data.datasets", "data.dataset_config",
     "data.epoch_batches",
     "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
-    "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
+    "training.batch_size", "training.image_batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.checkpoint_blocks", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
     "training.fused_attention", "training.attention", "training.max_skipped_steps", "training.only_warn",
     "memory", "training.engine", "fsdp", "deepspeed", "training.device", "training.threads", "training.performance",
@@ -99,7 +99,7 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
         out |= _fields_of(f"data set {number}", dataset)
     out |= _cached(cfg)
     batches = [size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes]
-    out["global batch"] = batches if cfg.data.datasets else batches[0]
+    out["global batch"] = batches if cfg.data.datasets or len(batches) > 1 else batches[0]
     if cfg.training.max_epochs and not cfg.training.first_limit:
         del out["training.max_steps"]  # epochs win
     return without_empty(out)
@@ -140,7 +140,7 @@ _PATHS_OF_DATA = ("image_dir", "metadata_file", "conditioning_dir", "control_dir
 def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
     """Return what a data set is: paths by their last name, without what its global batch or no weight depends on."""
     unset = {name for name in ClipSection.model_fields if getattr(dataset, name) == default_of(f"data.{name}")}
-    values = dataset.model_dump(mode="json", exclude={"batch_size", "subsets", *unset})
+    values = dataset.model_dump(mode="json", exclude={"batch_size", "image_batch_size", "subsets", *unset})
     by_name = {f"{name}: {field}": value for field, value in values.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():

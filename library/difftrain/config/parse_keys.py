@@ -51,14 +51,24 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
     multiple = multiple_of(cfg)
     path = cfg.data.dataset_config
     if path and not (cfg.data.datasets and not named_now) and _FILE not in out.bad:
-        resolved = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
+        resolved = diffusion_pipe.resolve(
+            Path(path),
+            cfg,
+            multiple=multiple,
+            batch_of=_batch_of(out.batch_of),
+            image_batch_of=_batch_of(out.image_batch_of),
+        )
         _take_messages(out, resolved, _SETS, path)
         changed = {name for name in resolved.overridden & out.origins.keys() if value_of(cfg, name) != default_of(name)}
         out.notes += data_rules.overridden(changed, path)
         cfg = applied(cfg, resolved)
-    elif (batch_of := _batch_of(out, cfg)) and not path and not cfg.data.datasets and cfg.data.resolution:
+    elif (out.batch_of or out.image_batch_of) and not path and not cfg.data.datasets and cfg.data.resolution:
         width, height = cfg.data.resolution  # of the folders that the run's own file names
-        batch = {"batch_size": batch_of(round(math.sqrt(width * height)))}
+        side, named = (
+            round(math.sqrt(width * height)),
+            {"batch_size": out.batch_of, "image_batch_size": out.image_batch_of},
+        )
+        batch = {name: of(side) for name, pairs in named.items() if (of := _batch_of(pairs)) is not None}
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update=batch)})
     if _EVAL in out.bad or not cfg.eval.sets:
         return cfg
@@ -75,7 +85,7 @@ def _eval_set(out: Resolution, cfg: TrainConfig, section: EvalSetSection, multip
             "data": cfg.data.model_copy(update={name: default_of(f"data.{name}") for name in _AT_RANDOM}),
         }
     )
-    batch_of = None if cfg.eval.batch_size else _batch_of(out, cfg)  # the former counts for every set
+    batch_of = None if cfg.eval.batch_size else _batch_of(out.batch_of)  # the former counts for every set
     resolved = diffusion_pipe.resolve(Path(section.config), plain, multiple=multiple, batch_of=batch_of)
     _take_messages(out, resolved, _EVAL, section.config)
     return section.model_copy(update={"datasets": resolved.datasets})
@@ -89,9 +99,9 @@ def _take_messages(out: Resolution, resolved: Resolved, field: str, path: str) -
         out.bad.add(field)
 
 
-def _batch_of(out: Resolution, cfg: TrainConfig) -> Any:
+def _batch_of(listed: tuple[tuple[int, int], ...]) -> Any:
     """Return how many samples are taken at once at a resolution; one that is not named takes that of the next larger."""
-    pairs = sorted(out.batch_of)
+    pairs = sorted(listed)
     if not pairs:
         return None
 

@@ -21,6 +21,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 LATER: dict[str, str] = {
     # by the file of data sets in place of the run, which each take it; where a run is fresh, and does not go on
     "training.batch_size": "models/metadata.py, engine/accelerate.py",
+    "training.image_batch_size": "data/prepare.py",
     "training.initial_step": "train/run.py",
     "training.initial_epoch": "train/run.py",
     "training.skip_until_initial_step": "train/run.py",

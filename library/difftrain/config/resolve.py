@@ -32,6 +32,11 @@ class Resolution:
         """Return the pairs (side, batch) of micro_batch_size_per_gpu, or nothing where one number holds."""
         return tuple(self.values.get("?batch_of") or ())
 
+    @property
+    def image_batch_of(self) -> tuple[tuple[int, int], ...]:
+        """Return the same of image_micro_batch_size_per_gpu, where images are among clips."""
+        return tuple(self.values.get("?image_batch_of") or ())
+
     def fault(self, path: str, what: str, remedy: str = "") -> None:
         """Note a fault of a field, by the place where it was given."""
         self.faults.append(Fault(self.where(path), what, remedy))

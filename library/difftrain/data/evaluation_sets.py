@@ -43,7 +43,7 @@ class BucketBatches:
     """
 
     def __init__(self, buckets: tuple[BucketRows, ...], batch_sizes: tuple[int, ...]) -> None:
-        self._buckets, self._sizes = buckets, [batch_sizes[rows.dataset] for rows in buckets]
+        self._buckets, self._sizes = buckets, [batch_sizes[rows.group] for rows in buckets]
         counts = [-(-rows.records // size) for rows, size in zip(self._buckets, self._sizes, strict=True)]
         self._ends = np.cumsum(counts, dtype=np.int64)
 

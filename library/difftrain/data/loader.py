@@ -58,7 +58,7 @@ class MicroBatches(Dataset[Any]):
     def __getitem__(self, n: int) -> Batch | DataFault | TrainingFault | None:
         step, micro = divmod(n, self._share.accumulation)
         if self._readahead is not None and isinstance(self._plan, WholePlan):
-            self._readahead.advise(step, self._share.part(micro, self._plan.dataset(step)))
+            self._readahead.advise(step, self._share.part(micro, self._plan.group(step)))
         uses = self._plan.micro_batch(step, micro, self._share)
         if uses is None:
             return None

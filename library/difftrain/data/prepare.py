@@ -249,6 +249,7 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
             fingerprint=folder.name,
             held_out=None if by_key else held_out(index, _shares(cfg, index), seed),
             most=(cfg.data.max_samples, cfg.training.seed or 0) if cfg.data.max_samples else None,
+            images_apart=cfg.training.image_batch_size is not None,
         )
     return True
 
@@ -312,6 +313,8 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
         parts.append(["max_samples", data.max_samples, cfg.training.seed or 0])
     if data.sizes:
         parts.append(["sizes", data.sizes])
+    if cfg.training.image_batch_size is not None:
+        parts.append("images apart")
     if data.shard_size and _layout(cfg) == "shard":
         parts.append(["plain files of a shard", data.shard_size])
     if any(source.is_reg for source in index.sources):

@@ -118,7 +118,7 @@ class _Dump:
     def _micro_batches(self, step: int) -> Iterator[Uses]:
         """Cut a global batch into micro batches."""
         for uses in self.plan.parts(step):
-            size = self.cfg.batch_sizes[uses.bucket.dataset]
+            size = self.cfg.batch_sizes[uses.bucket.group]
             for start in range(0, len(uses.rows), size):
                 yield uses.part(slice(start, start + size))
 

@@ -189,7 +189,7 @@ def say_what_runs(run: Run) -> None:
         f"precision {precision_of(cfg.training)}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
         f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} rank{'s'[: size != 1]} "
-        f"= {_listed(batches)} image{'s'[: batches != (1,)]} per step{', by dataset' if len(cfg.batch_sizes) > 1 else ''}"
+        f"= {_listed(batches)} image{'s'[: batches != (1,)]} per step{cfg.batches_by}"
         f"{', fewer where a bucket or an epoch ends' if run.plan.kind == EVERY else ''}",
         *run.plan.lines(),
         f"length: {run.total_steps} steps"

@@ -200,6 +200,6 @@ def chosen(data: Data, count: int, batch_sizes: tuple[int, ...]) -> Iterator[tup
     for index, bucket_rows in enumerate(buckets):
         begin = int(ends[index - 1]) if index else 0
         rows = bucket_rows.first + slots[which == index] - begin
-        size = batch_sizes[bucket_rows.dataset]
+        size = batch_sizes[bucket_rows.group]
         for start in range(0, len(rows), size):
             yield bucket_rows.bucket, rows[start : start + size]

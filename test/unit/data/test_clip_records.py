@@ -17,7 +17,8 @@ from difftrain.config import TrainConfig
 from difftrain.config.datasets.clips import clip_buckets
 from difftrain.contracts import ClipFacts, Draw
 from difftrain.contracts.family import Feature, FeatureSpec
-from difftrain.data.prepare import Data, open_data, prepare
+from difftrain.data.plan.plan import RankShare
+from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.samples import SampleMaker
 
 FPS = 8
@@ -202,6 +203,27 @@ def test_what_cannot_be_a_clip_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
     assert reasons.keys() == expected.keys()
     assert [name for name, facts in expected.items() for fact in facts if fact not in reasons[name]] == []
+
+
+@pytest.mark.parametrize("epoch_batches", ["whole", "every"])
+def test_images_among_clips_may_have_a_batch_of_their_own(epoch_batches: str, tmp_path: Path) -> None:
+    for number in range(6):
+        write(tmp_path / "a", f"{number}.mp4", 9)
+        Image.fromarray(numbered(number)).save(tmp_path / "a" / f"still{number}.png")
+        (tmp_path / "a" / f"still{number}.txt").write_text("a still")
+    cfg = config(tmp_path / "a", tmp_path / "cache", epoch_batches=epoch_batches)
+    cfg = cfg.model_copy(
+        update={"training": cfg.training.model_copy(update={"batch_size": 1, "image_batch_size": 3, "accumulation": 2})}
+    )
+    data = open_data(cfg, prepare(cfg, log=lambda line: None))
+    plan = make_plan(data, cfg, global_batches(cfg, 1))
+    share = RankShare(0, 1, cfg.batch_sizes, 2)
+    sizes = {1: set[int](), 9: set[int]()}
+    for step in range(plan.steps(0)):
+        for number in range(2):
+            if uses := plan.micro_batch(step, number, share):
+                sizes[uses.bucket.bucket.frames].add(len(uses.rows))
+    assert sizes == {1: {3}, 9: {1}} and cfg.batch_sizes == (1, 3)
 
 
 def test_the_clips_of_a_video_are_held_out_together(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_every_use_comes_once_a_pass_in_batches_of_its_data_set(
     steps = plan.total_steps(epochs)
     for step in range(steps):
         bucket, draws = plan.batch(step)
-        dataset = plan.dataset(step)
+        dataset = plan.group(step)
         assert len(draws) == plan.size(step) == sizes[dataset]
         for draw in draws:
             assert (known[draw.record_id].bucket, known[draw.record_id].source) == (bucket, dataset)

@@ -47,7 +47,10 @@ def applied(cfg: TrainConfig, resolved: Resolved) -> TrainConfig:
     changes: dict[str, dict[str, Any]] = {
         "loss": {"masked": cfg.loss.masked or resolved.masked},
         "data": {"datasets": datasets, "resolution": largest if all(largest) else None},
-        "training": {"batch_size": max(dataset.batch_size for dataset in datasets)},
+        "training": {
+            "batch_size": max(dataset.batch_size for dataset in datasets),
+            "image_batch_size": max((d.image_batch_size for d in datasets if d.image_batch_size), default=None),
+        },
         "validation": {"split": max(dataset.validation_split for dataset in datasets), "seed": seed},
     }
     return cfg.model_copy(

@@ -110,10 +110,17 @@ _OVERRIDDEN = frozenset({
 _INHERITED = tuple(name for name in PictureSection.model_fields if f"data.{name}" not in _OVERRIDDEN)
 
 
-def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | None = None) -> Resolved:
+def resolve(
+    path: Path,
+    cfg: TrainConfig,
+    *,
+    multiple: int,
+    batch_of: BatchOf | None = None,
+    image_batch_of: BatchOf | None = None,
+) -> Resolved:
     """Read a file of data sets, of either kind, and settle every setting of its data sets.
 
-    cfg: what the run says otherwise. multiple: of which the family's sizes are. batch_of: None takes the run's batch.
+    cfg: what the run says otherwise. multiple: of which the family's sizes are. batch_of, image_batch_of: None takes the run's.
     """
     reader = DirectoryReader(path, cfg)
     tables = reader.tables(str(path))
@@ -122,7 +129,9 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
     datasets = tables.get("datasets")
     listed = datasets if isinstance(datasets, list) else [datasets]
     if "general" not in tables and not any("subsets" in entry for entry in listed if isinstance(entry, dict)):
-        return reader.take(tables, multiple, batch_of or (lambda side: cfg.training.batch_size))
+        images = cfg.training.image_batch_size
+        of_images = image_batch_of or (None if images is None else lambda side: images)
+        return reader.take(tables, multiple, batch_of or (lambda side: cfg.training.batch_size), of_images)
 
     # kohya's file, whose sources are subsets
     out = KohyaReader(path, cfg).take(tables)
@@ -141,14 +150,15 @@ class DirectoryReader(TomlReader):
     file = "diffusion_pipe"
     sized_by_run = False  # a directory without resolutions takes the run's
 
-    def take(self, tables: Table, multiple: int, batch_of: BatchOf) -> Resolved:
+    def take(self, tables: Table, multiple: int, batch_of: BatchOf, image_batch_of: BatchOf | None = None) -> Resolved:
         """Make a data set of each list of buckets and batch: the sources are the directories that have both."""
-        grouped: dict[tuple[Sizes, int, Clips], list[SubsetSection]] = {}
+        grouped: dict[tuple[Sizes, int, int | None, Clips], list[SubsetSection]] = {}
         for directory in self.directories(tables):
             subset, clips = directory.subset(), directory.clips()
             for size in directory.sizes(multiple):
                 if subset is not None:
-                    grouped.setdefault((size, directory.batch(size, batch_of), clips), []).append(subset)
+                    images = directory.batch(size, image_batch_of) if image_batch_of else None
+                    grouped.setdefault((size, directory.batch(size, batch_of), images, clips), []).append(subset)
         split, out = self.cfg.validation.split, self.out
         out.datasets = tuple(
             DatasetSection(
@@ -156,11 +166,12 @@ class DirectoryReader(TomlReader):
                 enable_bucket=len(size.sizes) > 1,
                 sizes=size.sizes,
                 batch_size=batch,
+                image_batch_size=images,
                 validation_split=split,
                 subsets=tuple(subsets),
                 **clips._asdict(),
             )
-            for (size, batch, clips), subsets in grouped.items()
+            for (size, batch, images, clips), subsets in grouped.items()
         )
         every = [subset for dataset in out.datasets for subset in dataset.subsets]
         out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)

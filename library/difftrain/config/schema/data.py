@@ -154,6 +154,7 @@ class DatasetSection(SizeSection, ClipSection):
     """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
 
     batch_size: BatchSize = Field(1, description="images that a device takes in one micro batch")
+    image_batch_size: BatchSize | None = Field(None, description="the same of images among clips; unset: as many")
     validation_split: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of records held out for the validation loss"
     )

@@ -119,8 +119,22 @@ class TrainConfig(Section):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Return the images that a rank takes in one micro batch, of each dataset."""
-        return tuple(dataset.batch_size for dataset in self.data.datasets) or (self.training.batch_size,)
+        """Return the samples that a rank takes in one micro batch, of each dataset; then of images alone, where these have their own.
+
+        Buckets of the tables say which of these is theirs: BucketRows.group.
+        """
+        pairs = [(dataset.batch_size, dataset.image_batch_size) for dataset in self.data.datasets]
+        pairs = pairs or [(self.training.batch_size, self.training.image_batch_size)]
+        sizes = tuple(size for size, _ in pairs)
+        apart = self.training.image_batch_size is not None
+        return (*sizes, *(size if own is None else own for size, own in pairs)) if apart else sizes
+
+    @property
+    def batches_by(self) -> str:
+        """Say what several batch sizes are of."""
+        if self.training.image_batch_size is not None:
+            return ", of clips and of images"
+        return ", by dataset" if len(self.batch_sizes) > 1 else ""
 
     def replicas(self, world: int) -> int:
         """Return the data-parallel replicas among so many processes: each stage of a pipeline takes one of them."""

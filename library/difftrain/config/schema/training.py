@@ -15,6 +15,9 @@ class TrainingSection(Section):
 
     # batch, length, beginning
     batch_size: BatchSize = Field(1, description="images that a device takes in one micro batch")
+    image_batch_size: BatchSize | None = Field(
+        None, description="the same of images among clips, whose own number is {training.batch_size}; unset: as many"
+    )
     accumulation: PositiveInt = Field(1, description="micro batches in one update")
     max_steps: PositiveInt = Field(1600, description="optimizer updates")
     max_epochs: PositiveInt | None = Field(None, description="epochs")

@@ -36,7 +36,7 @@ class EveryPlan(EpochPlan):
     def __init__(self, tables: PlanTables, seed: int, batch_sizes: Sequence[int], unit: int) -> None:
         super().__init__(tables, seed, [size * unit for size in batch_sizes], "random")
         self.batch_sizes, self.unit = tuple(batch_sizes), unit
-        self._batches = np.array([self.batch_sizes[rows.dataset] for rows in self.buckets], dtype=np.int64)
+        self._batches = np.array([self.batch_sizes[rows.group] for rows in self.buckets], dtype=np.int64)
         self._order = RandomOrder(tables, seed, self._batches.tolist())
         self._epochs = LruCache(4)
 

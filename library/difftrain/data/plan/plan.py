@@ -55,9 +55,9 @@ class RankShare:
         """Return the draws of a full step over all ranks, of each data set."""
         return tuple(size * self.accumulation * self.dp_size for size in self.batch_sizes)
 
-    def part(self, micro: int, dataset: int = 0) -> slice:
-        """Return where micro batch `micro` lies in a whole global batch of a data set: rank, rank + dp_size, ..."""
-        span = self.dp_size * self.batch_sizes[dataset]
+    def part(self, micro: int, group: int = 0) -> slice:
+        """Return where micro batch `micro` lies in a whole global batch of a group: rank, rank + dp_size, ..."""
+        span = self.dp_size * self.batch_sizes[group]
         return slice(self.dp_rank + micro * span, (micro + 1) * span, self.dp_size)
 
 
@@ -243,8 +243,8 @@ def total_steps(training: TrainingSection, plan: EpochPlan) -> int:
 
 def why_no_step(training: TrainingSection, plan: EpochPlan) -> Fault:
     """Say by which arithmetic a run has no step at all."""
-    largest = max(plan.buckets, key=lambda rows: rows.uses / plan.global_batches[rows.dataset])
-    batch, epochs = plan.global_batches[largest.dataset], training.max_epochs or 0
+    largest = max(plan.buckets, key=lambda rows: rows.uses / plan.global_batches[rows.group])
+    batch, epochs = plan.global_batches[largest.group], training.max_epochs or 0
     number = len(plan.buckets)
     buckets = f"{number} buckets, at most {largest.uses} in one" if number > 1 else "one bucket"
     what = f"no step in {epochs} epoch{'s'[: epochs != 1]}: {plan.uses} samples an epoch in {buckets}"

@@ -137,12 +137,14 @@ def build_tables(
     fingerprint: str,
     held_out: np.ndarray | None = None,
     most: tuple[int, int] | None = None,
+    images_apart: bool = False,
 ) -> None:
     """Write the tables of an index into `folder`, under a temporary name that is renamed at the end.
 
     buckets, ordinals (N,): the bucket of each record, -1 where none fits. sources: of each, by its ordinal; a number
     stands for so many repeats. held_out: what is, where the records' keys alone do not decide it. most: (number, seed):
-    so many records are trained on, chosen by the seed.
+    so many records are trained on, chosen by the seed. images_apart: images have batch sizes of their own, after those of
+    all data sets.
     """
     count = len(columns.keys)
     if not 0 < count < 1 << 32:
@@ -160,6 +162,8 @@ def build_tables(
         # write
         header = {"version": VERSION, "fingerprint": fingerprint, "layout": layout, "records": count, "shards": firsts}
         of_reg = (arranged.part == TRAINING) & np.array([source.is_reg for source in plan_sources])[columns.source]
+        if images_apart:
+            header["images_after"] = 1 + max(source.dataset for source in plan_sources)
         header["reg_uses"] = int(arranged.repeats[of_reg].sum())
         _write(temporary, columns.keys, dataset_buckets, arranged, layout, header)
 
@@ -318,6 +322,8 @@ def _write(
             "digest": _digest(keys, order, own),
             "segments": [len(segments), len(segments) + len(own)],
         }
+        if "images_after" in header and bucket.frames == 1:
+            entry["group"] = dataset + header["images_after"]
         parts[int(arranged.part[id_])].append(entry)
         segments += own
 

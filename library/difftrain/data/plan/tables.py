@@ -35,6 +35,7 @@ class BucketRows:
     digest: str  # of keys, repeats and their order
     segments: np.ndarray  # SEGMENT, memory-mapped
     dataset: int = 0  # of several [[datasets]]: each has buckets and a batch size of its own
+    group: int = 0  # which of a run's batch sizes is theirs: by data set, and images beside clips may have their own
 
 
 def total_uses(rows: Iterable[BucketRows]) -> int | float:
@@ -111,5 +112,12 @@ def _bucket_rows(entry: dict[str, Any], segments: np.ndarray) -> BucketRows:
     bucket = Bucket(*entry["bucket"])
     rows = segments[low:high]
     return BucketRows(
-        bucket, entry["first"], entry["records"], entry["uses"], entry["digest"], rows, entry.get("dataset", 0)
+        bucket,
+        entry["first"],
+        entry["records"],
+        entry["uses"],
+        entry["digest"],
+        rows,
+        entry.get("dataset", 0),
+        entry.get("group", entry.get("dataset", 0)),
     )

@@ -90,7 +90,7 @@ class WholePlan(EpochPlan):
         # uses of each bucket a pass: the same in every one, or with fractions of repeats
         self._even_uses = np.array([0 if p.fractional else int(p.rate) for p in self._repeats], dtype=np.int64)
         self._fractional = [number for number, repeats in enumerate(self._repeats) if repeats.fractional]
-        batches = [self.global_batches[rows.dataset] for rows in self.buckets]
+        batches = [self.global_batches[rows.group] for rows in self.buckets]
         self._batches = np.array(batches, dtype=np.int64)
 
         # batches an epoch on average, as the fraction share / per
@@ -113,7 +113,7 @@ class WholePlan(EpochPlan):
     @property
     def starved(self) -> list[BucketRows]:
         """Return the buckets that are smaller than the global batch: they are served every few epochs."""
-        return [rows for rows in self.buckets if rows.uses < self.global_batches[rows.dataset]]
+        return [rows for rows in self.buckets if rows.uses < self.global_batches[rows.group]]
 
     def served(self, epoch: int) -> np.ndarray:
         """Return how many batches of each bucket come before an epoch."""
@@ -161,9 +161,9 @@ class WholePlan(EpochPlan):
             rows[own], occurrences[own] = self.arrangement.rows(bucket, pass_, offsets[own])
         return Uses(self.buckets[bucket], rows, occurrences)
 
-    def dataset(self, step: int) -> int:
-        """Return the data set that a global batch is of."""
-        return 0 if self._single else self._bucket(step).dataset
+    def group(self, step: int) -> int:
+        """Return which of the batch sizes a global batch has."""
+        return 0 if self._single else self._bucket(step).group
 
     def _bucket(self, step: int) -> BucketRows:
         epoch, index = self.locate(step)
@@ -173,7 +173,7 @@ class WholePlan(EpochPlan):
     def counts(self, step: int) -> list[tuple[BucketRows, int]]:
         """Return the bucket of a global batch, and its size."""
         rows = self._bucket(step)
-        return [(rows, self.global_batches[rows.dataset])]
+        return [(rows, self.global_batches[rows.group])]
 
     def parts(self, step: int) -> list[Uses]:
         """Return the draws of a global batch, which are of one bucket."""
@@ -181,7 +181,7 @@ class WholePlan(EpochPlan):
 
     def micro_batch(self, step: int, number: int, share: RankShare) -> Uses:
         """Return a rank's micro batch of a step."""
-        return self.uses_of(step, share.part(number, self.dataset(step)))
+        return self.uses_of(step, share.part(number, self.group(step)))
 
     def batch(self, step: int, part: slice = ALL) -> tuple[Bucket, list[Draw]]:
         """Return bucket and draws of global batch `step`; rank r takes part = slice(r, None, dp_size)."""
@@ -205,7 +205,7 @@ class WholePlan(EpochPlan):
             f"{self.steps(0)} steps in the first epoch, {float(self.per_epoch):.2f} on average"
         ]
         for rows in self.starved:
-            needed = self.global_batches[rows.dataset]
+            needed = self.global_batches[rows.group]
             lines.append(
                 f"bucket {self.tables.name(rows)} has {rows.uses} samples an epoch, fewer than the global batch {needed}: "
                 f"used about every {needed / rows.uses:.1f} epochs, nothing dropped"

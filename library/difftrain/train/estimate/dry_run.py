@@ -194,10 +194,10 @@ def _largest_bucket(cfg: TrainConfig, data: Data) -> tuple[Bucket, int]:
     """Return the bucket and micro batch with the most pixels in a step."""
 
     def pixels(row: BucketRows) -> int:
-        return row.bucket.frames * row.bucket.height * row.bucket.width * cfg.batch_sizes[row.dataset]
+        return row.bucket.frames * row.bucket.height * row.bucket.width * cfg.batch_sizes[row.group]
 
     largest = max(data.tables.training, key=pixels)
-    return largest.bucket, cfg.batch_sizes[largest.dataset]
+    return largest.bucket, cfg.batch_sizes[largest.group]
 
 
 def free_line(cfg: TrainConfig, memory: DeviceMemory) -> str:
@@ -297,7 +297,7 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     return (
         f"{sizes} image{'s'[: sizes != '1']} a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
         f"rank{'s' if ranks > 1 else ''} = {images} image{'s'[: images != '1']} a step"
-        + (", by dataset" if len(cfg.batch_sizes) > 1 else "")
+        + cfg.batches_by
         + (", fewer where a bucket or an epoch ends" if cfg.data.epoch_batches == EVERY else "")
     )
 

@@ -108,7 +108,8 @@ def usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
     named = [dataset.resolution for dataset in datasets_of(cfg.data, cfg.captions) if dataset.resolution]
     width, height = max(named, key=math.prod, default=cfg.data.resolution or (512, 512))
     unit = family.features.size_multiple
-    return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit)), cfg.training.batch_size
+    frames = max(max(dataset.frame_buckets) for dataset in datasets_of(cfg.data, cfg.captions))
+    return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit), frames), cfg.training.batch_size
 
 
 @dataclass(frozen=True)

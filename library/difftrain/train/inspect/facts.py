@@ -111,7 +111,7 @@ def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
     held_out = {(rows.dataset, rows.bucket): rows.records for rows in look.data.tables.validation}
     for rows in look.plan.buckets:
         own = ids[rows.first : rows.first + rows.records]
-        batch = look.plan.global_batches[rows.dataset]
+        batch = look.plan.global_batches[rows.group]
         out.append(
             {
                 "bucket": look.data.tables.name(rows),

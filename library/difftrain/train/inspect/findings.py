@@ -80,7 +80,7 @@ def _starved(look: Look) -> Iterator[dict[str, Any]]:
     if starved:
         named = [
             f"{look.data.tables.name(rows)}: {rows.uses} samples an epoch, used about every "
-            f"{look.plan.global_batches[rows.dataset] / rows.uses:.1f} epochs"
+            f"{look.plan.global_batches[rows.group] / rows.uses:.1f} epochs"
             for rows in starved[:MOST]
         ]
         what = (
