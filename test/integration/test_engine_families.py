@@ -19,22 +19,25 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
-from family_engines import ADAPTERS, AT, DRAWS_NOT, LR, WAYS, family_case, family_taken_up
+from family_engines import AT, DRAWS_NOT, LR, WAYS, family_case, family_taken_up
 
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.testing.spawn import run_ranks
 
-NAMES = ("sdxl", "sd3", "flux", "sdxl-lora", "flux-lora")
+NAMES = ("sdxl", "sd3", "flux", "sdxl-lora", "flux-lora", "flux-lora-nf4", "flux-lora-bf16")
 # each way is on a family in CI in its own file: test_engine_doors.py, test_engine_fsdp.py, test_engine_pipeline.py
-IN_CI = {"sdxl": (), "sd3": (), "flux": (), "sdxl-lora": (), "flux-lora": ("native", "fsdp")}
+IN_CI = {
+    "sdxl": (), "sd3": (), "flux": (), "sdxl-lora": (), "flux-lora": ("native",),
+    "flux-lora-nf4": ("fsdp", "pipeline", "accelerate", "zero3"), "flux-lora-bf16": (),
+}  # fmt: skip
 NOT_ON = {1: ("hybrid", "pipeline"), 2: ("hybrid",)}  # it would be another way, or is none
-HOLD = ("native", "oss", "fsdp", "hybrid", "pipeline")  # checkpoints of others have the model in them
+NOT_OF = {"sdxl-lora": ("zero3",)}  # refused by name: adapters of text encoders
 
 
 def ways_of(name: str, world: int, wide: bool) -> list[str]:
-    ways = [way for way in WAYS if way not in NOT_ON.get(world, ()) and (name not in ADAPTERS or way in HOLD)]
+    ways = [way for way in WAYS if way not in (*NOT_ON.get(world, ()), *NOT_OF.get(name, ()))]
     return ways if wide else [way for way in ways if way in IN_CI[name]]
 
 

@@ -35,11 +35,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux-attention": {"train_only": ("attn",)},  # the rest is held as its source has it
     "flux-lora": {},
     "sdxl-lora": {"train_text_encoder": True},
+    "flux-lora-nf4": {"base_dtype": "nf4"},
+    "flux-lora-bf16": {"base_dtype": "bf16"},
 }
 # what is trained beside a family's own weights, which are held then
 ADAPTERS: dict[str, dict[str, Any]] = {
     "flux-lora": {"type": "lora", "rank": 2},
     "sdxl-lora": {"type": "lora", "rank": 2},
+    "flux-lora-nf4": {"type": "lora", "rank": 2, "scale_weight_norms": 0.02},
+    "flux-lora-bf16": {"type": "lora", "rank": 2, "scale_weight_norms": 0.02},
 }
 ACCELERATE, OSS = {"training": {"engine": "accelerate"}}, {"optimizer": {"type": "oss"}}
 # ways to run over ranks -> their sections of a configuration

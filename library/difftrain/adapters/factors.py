@@ -54,15 +54,22 @@ class NormBound:
     @torch.no_grad()
     def __call__(self, weights: TrainedWeights) -> dict[str, Tensor]:
         """Scale down what is too large, on the device: the host waits for nothing, and a factor of 1 changes no bit."""
-        norms = []
+        norms: list[Tensor | None] = []
+        scaled: list[tuple[str, Tensor]] = []
         for first, second, scale in self._pairs:
-            a, b = weights.value(first), weights.value(second)
-            norm = product_norm(a, b) * scale
+            own = [name for name in (first, second) if weights.holds(name)]
+            if not own:  # both are of another stage: a layer is of one
+                norms.append(None)
+                continue
+            values = [weights.value(name) for name in own]
+            norm = product_norm(*map(weights.gathered, own, values)) * scale
             norms.append(norm)
             share = (self.largest / norm.clamp(min=self.largest)).sqrt()
-            for name, value in ((first, a), (second, b)):
-                weights.put(name, value * share)
-        every = torch.stack(norms)
+            scaled += [(name, value * share) for name, value in zip(own, values)]
+        weights.load(scaled, {})
+        # --- those of other stages, too: their ranks have them
+        like = next(norm for norm in norms if norm is not None)
+        every = weights.summed(torch.stack([like.new_zeros(()) if norm is None else norm for norm in norms]))
         bounded = every.clamp(max=self.largest)
         return {
             f"{METRIC}max_norm/keys_scaled": (every > self.largest).sum().float(),

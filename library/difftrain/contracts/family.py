@@ -132,6 +132,10 @@ class TrainedWeights(Protocol):
 
     def value(self, name: str) -> Tensor: ...
     def put(self, name: str, value: Tensor) -> None: ...
+    def holds(self, name: str) -> bool: ...  # whether it is here, or a part of it
+    def gathered(self, name: str, tensor: Tensor) -> Tensor: ...  # all of what `value` gives; collective
+    def load(self, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Tensor]) -> None: ...  # several values
+    def summed(self, values: Tensor) -> Tensor: ...  # over ranks of which each has other weights
 
 
 @dataclass

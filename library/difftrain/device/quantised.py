@@ -70,9 +70,10 @@ def widened(weights: Iterable[tuple[str, Tensor | Stored]]) -> Iterator[tuple[st
 
 
 def encode(kind: Kind, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a weight. Shapes: (out, ...) -> as it is, of nf4 (blocks, 32); (out, 1, ...) or (blocks, 1)."""
+    """Return codes and scales of a weight. Shapes: (out, ...) -> as it is, of bf16 twice as wide, of nf4 (blocks, 32); (out, 1, ...) or (blocks, 1)."""
     if kind == "bf16":
-        return weight.to(torch.bfloat16).contiguous().view(torch.int16), torch.ones((), device=weight.device)
+        # bytes: collectives of some devices have no integers of 16 bits
+        return weight.to(torch.bfloat16).contiguous().view(torch.uint8), torch.ones((), device=weight.device)
     wide = weight.float()
     if kind == "nf4":
         return _encode_nf4(wide)
@@ -100,7 +101,8 @@ def _encode_nf4(wide: Tensor) -> tuple[Tensor, Tensor]:
 def decode(kind: str, shape: torch.Size, dtype: torch.dtype, codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
     """Make a weight wide again. levels: what each byte of fp8 and nf4 stands for, (256, 1) or (256, 2)."""
     if kind == "bf16":
-        return codes.view(torch.bfloat16).to(dtype)
+        even = codes.storage_offset() % 2 == 0  # a piece of what an engine gathers may lie anywhere
+        return (codes if even else codes.clone()).view(torch.bfloat16).to(dtype)
     rows = codes.flatten(1)
     factors = scale.reshape(-1, 1)
     if codes.device.type != "cpu" or dtype == torch.float32 or torch.compiler.is_compiling():

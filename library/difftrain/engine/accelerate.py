@@ -57,7 +57,7 @@ class AccelerateEngine(CheckpointedEngine):
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         self.accelerator = make_accelerator(self.cfg.training, self.device, self.root)
         self.accelerator.scaler = self._scaler
-        ddp.leave_out_frozen(self.root)
+        ddp.leave_out_frozen(self.root, self.parts.base)
         ddp.lay_out(self.root)
         self._wrapped = self.accelerator.prepare(self.root)
         if self.dp_size > 1:

@@ -64,7 +64,8 @@ class ZeroEngine(AccelerateEngine):
 
         dtype = DTYPES.get(self.cfg.training.mixed_precision, torch.float32)
         for parameter in root.parameters():
-            parameter.data = parameter.detach().to(dtype)
+            if parameter.is_floating_point():  # codes of weights in few bits stay integers
+                parameter.data = parameter.detach().to(dtype)
         for buffer in root.buffers():
             buffer.data = buffer.to(self.device.torch_device)
         zero.Init(module=root, config_dict_or_path=self._plugin.deepspeed_config, dtype=dtype)

@@ -95,6 +95,7 @@ class MasterWeights:
         self.parts = [list(self.weights)]  # what is stepped at once
         self.position = 0  # updates done or skipped: the engine's
         self.group: RankGroup | None = None  # the ranks that have the other weights, or rows of these
+        self.by_stage = False  # of that group no other rank has a weight that is here
 
     def groups(self, groups: Iterable[Group]) -> list[Group]:
         """Return parameter groups of what is updated, for groups of weights."""
@@ -163,6 +164,14 @@ class MasterWeights:
     def put(self, name: str, value: Tensor) -> None:
         """Take a value, of any dtype and from anywhere."""
         self.weights[name].copy_(value)
+
+    def holds(self, name: str) -> bool:
+        """Tell whether a weight is here, or a part of it."""
+        return name in self.weights
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Add figures of single weights up over the ranks of which each has some of them."""
+        return self.group.all_reduce(values) if self.by_stage and self.group is not None else values
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every exact value; one that is made is made when asked for."""

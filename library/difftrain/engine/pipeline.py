@@ -90,7 +90,10 @@ class PipelineEngine(CheckpointedEngine):
         ]
 
     def _make_update(self, groups: list[Group]) -> Update:
-        self._master_weights.group = RankGroup(self._grid.pp, self.device.torch_device)
+        self._master_weights.group, self._master_weights.by_stage = (
+            RankGroup(self._grid.pp, self.device.torch_device),
+            True,
+        )
         return AfterBackward(self._master_weights, self._scaler, self.cfg.training.max_grad_norm, self._norm)
 
     # ------------------------------------------------------------------ stepping

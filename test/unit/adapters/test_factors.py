@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,17 @@ class Values(dict[str, torch.Tensor]):
     def value(self, name: str) -> torch.Tensor:
         return self[name]
 
-    def put(self, name: str, value: torch.Tensor) -> None:
-        self[name] = value.clone()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], model: dict[str, torch.Tensor]) -> None:
+        self.update(tensors)
+
+    def holds(self, name: str) -> bool:
+        return name in self
+
+    def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
 
 @pytest.mark.flags("scale_weight_norms")

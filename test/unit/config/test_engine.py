@@ -9,6 +9,7 @@ from refusals import is_about, names
 
 from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
+from difftrain.config.rules.adapter import adapter
 from difftrain.config.rules.engine import _BY_ROWS, _ELEMENTWISE, accelerate, deepspeed, fsdp
 from difftrain.config.rules.finding import check
 from difftrain.config.rules.optimizer import base, patterns
@@ -115,27 +116,27 @@ def test_what_is_to_be_trained_is_named_by_regular_expressions():
     assert is_about(fault, "[model] train_only", "'('")
 
 
-def test_a_base_that_is_only_held_trains_on_the_native_engine():
-    given = {"model": {"family": "flux", "train_only": ["attn"]}, "training": {"engine": "accelerate"}}
-    (fault,), _ = check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {})
-    assert is_about(fault, "[model] train_only", "--engine=accelerate")
-    given["training"] = {"engine": "native"}
-    assert check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {}) == ([], [])
+ENGINES = ({}, {"engine": "accelerate"}, {"engine": "fsdp"}, {"pipeline_stages": 2, "accumulation": 8})
 
 
-@pytest.mark.parametrize("rule, where", [
-    (accelerate, {"training": {"engine": "accelerate"}}),
-    (fsdp, {"training": {"engine": "fsdp"}}),
-    (pipeline, {"training": {"pipeline_stages": 2}}),
-    (base, {"model": {"train_only": []}}),
-])  # fmt: skip
-def test_few_bits_are_for_what_is_only_held_on_the_native_engine(rule: Any, where: dict[str, Any]):
-    given = {"model": {"family": "flux", "train_only": ["attn"], "base_dtype": "int8"}}
-    assert check(TrainConfig.model_validate(given), (base, rule), {"model.base_dtype"}, set(), {})[0] == []
-    given = {"model": given["model"] | where.get("model", {})} | {k: v for k, v in where.items() if k != "model"}
-    faults, _ = check(TrainConfig.model_validate(given), (rule,), {"model.base_dtype"}, set(), {})
-    (fault,) = (fault for fault in faults if is_about(fault, "[model] base_dtype"))
-    assert fault.remedy or rule is not base
+@pytest.mark.parametrize("engine", ENGINES)
+def test_few_bits_and_adapters_go_with_every_engine(engine: dict[str, Any]):
+    rules = (base, accelerate, fsdp, pipeline, adapter)
+    given: dict[str, Any] = {"model": {"family": "flux", "base_dtype": "int8"}, "training": engine}
+    adapted = {"adapter": {"type": "lora", "scale_weight_norms": 1.0}}
+    for more in (adapted, {"model": given["model"] | {"train_only": ["attn"]}}):
+        assert check(TrainConfig.model_validate(given | more), rules, set(), set(), {})[0] == []
+    (fault,), _ = check(TrainConfig.model_validate(given), rules, {"model.base_dtype"}, set(), {})
+    assert is_about(fault, "[model] base_dtype") and fault.remedy
+
+
+def test_adapters_of_text_encoders_are_not_cut_into_pieces():
+    given: dict[str, Any] = {"model": {"family": "sdxl", "train_text_encoder": True}, "training": {"engine": "accelerate"},
+                             "deepspeed": {"enable": True, "zero_stage": 3}}  # fmt: skip
+    assert check(TrainConfig.model_validate(given), (deepspeed,), set(), set(), {})[0] == []
+    given["adapter"] = {"type": "lora"}
+    (fault,), _ = check(TrainConfig.model_validate(given), (deepspeed,), set(), set(), {})
+    assert is_about(fault, "--train_text_encoder", "--zero_stage") and "--zero_stage=2" in fault.remedy
 
 
 @pytest.mark.parametrize("package", ["accelerate", "deepspeed", "fairscale"])

@@ -67,12 +67,6 @@ def adapter(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     for field in ("model.train_only", "optimizer.block_lr"):
         if _is_set(cfg, field):
             yield Finding((field, _TYPE), f"cannot be used with {option(_TYPE, section.type)}: {alone}", "leave it out")
-    if cfg.training.engine == "accelerate":
-        what = f"cannot be used with {option('training.engine')}=accelerate, whose checkpoints have the model in them"
-        yield Finding((_TYPE, "training.engine"), what, f"{option('training.engine')}=native or fsdp")
-    if section.scale_weight_norms and (cfg.training.engine == "fsdp" or cfg.training.pipeline_stages > 1):
-        what = "looks at whole factors, and ranks of this engine have parts of the weights"
-        yield Finding(("adapter.scale_weight_norms", "training.engine"), what, "one process, or DDP")
     if section.loraplus_text_encoder_lr_ratio and not cfg.model.train_text_encoder:
         what = "has no effect: text encoders get no adapter"
         yield Finding(("adapter.loraplus_text_encoder_lr_ratio",), what, note=True)

@@ -246,8 +246,6 @@ def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("optimizer.fused_backward", cfg.optimizer.fused_backward),
         ("optimizer.fused_groups", cfg.optimizer.fused_groups),
         ("training.full_precision", cfg.training.full_precision),
-        ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
-        ("model.base_dtype", cfg.model.base_dtype),
     ):
         if value:
             yield Finding((field, _ENGINE), f"cannot be used with {option('training.engine')}=accelerate", remedy)
@@ -281,7 +279,6 @@ def fsdp(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("training.full_precision", cfg.training.full_precision),
         ("training.compile", cfg.training.compile),
         ("model.fp8_frozen", cfg.model.fp8_frozen),
-        ("model.base_dtype", cfg.model.base_dtype),
         ("eval.kid", cfg.eval.kid),
         ("demo.score", cfg.demo.score),
     ):
@@ -382,6 +379,9 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
         if value:
             what = f"needs complete weights on every rank, which {option('deepspeed.zero_stage')}=3 shards"
             yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
+    if cfg.model.train_text_encoder and cfg.adapter.type is not None:
+        what = "trains adapters of text encoders, which look at embeddings whose pieces DeepSpeed has on their way"
+        yield Finding(("model.train_text_encoder", _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
 ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed, pipeline)

@@ -60,7 +60,6 @@ def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("optimizer.fused_backward", cfg.optimizer.fused_backward),
         ("optimizer.fused_groups", cfg.optimizer.fused_groups),
         ("model.fp8_frozen", cfg.model.fp8_frozen),
-        ("model.base_dtype", cfg.model.base_dtype),
         ("logging.trace", cfg.logging.trace),
         ("demo.score", cfg.demo.score),
     ):

@@ -41,7 +41,7 @@ def _is_alone(cfg: TrainConfig) -> bool:
 def _few_bits(cfg: TrainConfig) -> bool:
     """Tell whether weights that are only held may be stored in few bits."""
     wide = cfg.adapter.type != "dora" and not cfg.adapter.fuse_adapters and not cfg.model.fp8_frozen
-    return _is_frozen(cfg) and _is_alone(cfg) and wide
+    return _is_frozen(cfg) and wide
 
 
 def _updates_alone(cfg: TrainConfig) -> bool:
