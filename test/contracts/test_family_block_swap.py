@@ -14,7 +14,7 @@ from refusals import is_about
 
 from difftrain.contracts import ConfigFault
 from difftrain.device import quantised
-from difftrain.device.block_swap import RESIDENT, most_waiting, movable_bytes
+from difftrain.device.block_swap import most_waiting, movable_bytes, resident
 from difftrain.models.registry import FAMILIES
 from difftrain.train.check import check
 
@@ -22,7 +22,7 @@ HELD = [name for name in families.ON_KIT if "model.train_only" in FAMILIES[name]
 # family, what is trained, base_dtype, whether activations are computed again
 ALWAYS = {
     ("flux", "lora", "fp8", True), ("flux", "part", None, False), ("sdxl", "lora", "nf4", False),
-    ("lumina_2", "lora", None, False), ("hidream", "lora", "int8", True),
+    ("lumina_2", "lora", None, False), ("hidream", "lora", "int8", True), ("sdxl", "all", None, False), ("flux", "all", None, True),
 }  # fmt: skip
 KINDS = (None, "bf16", "fp8", "int8", "nf4")
 EVERY = {
@@ -30,7 +30,7 @@ EVERY = {
     for name in families.ON_KIT
     for what in (("lora", "part") if name in HELD else ("lora",))
     for number, kind in enumerate(KINDS)
-}
+} | {(name, "all", None, again) for name in families.ON_KIT for again in (False, True)}
 WAYS = [
     pytest.param(*way, marks=() if way in ALWAYS else pytest.mark.nightly) for way in sorted(EVERY | ALWAYS, key=str)
 ]
@@ -43,8 +43,9 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(name: str, what: str, kind: str | None, waiting: int, *, again: bool = False) -> Any:
+    """Describe a run that trains an adapter (lora), a part, or all weights, updated during the backward pass (all)."""
     sections: dict[str, Any] = {
-        "optimizer": {"learning_rate": 1e-3},
+        "optimizer": {"learning_rate": 1e-3, "fused_backward": what == "all"},
         "training": {"gradient_checkpointing": again},
         "memory": {"swap_blocks": waiting},
     }
@@ -52,6 +53,8 @@ def settings(name: str, what: str, kind: str | None, waiting: int, *, again: boo
     if what == "lora":
         texts = {"train_text_encoder": True} if "model.train_text_encoder" in FAMILIES[name].takes else {}
         return config(name, sections | {"adapter": {"type": "lora", "rank": 2}}, **model, **texts)
+    if what == "all":
+        return config(name, sections)
     return config(name, sections, train_only=(r"\.(attn|attn1|self_attn|attention)\.to_q\.",), **model)
 
 
@@ -62,7 +65,8 @@ def engine_of(name: str, what: str, kind: str | None, waiting: int, *, again: bo
 def most_of(name: str, what: str) -> int:
     family = made(settings(name, what, None, 0))
     parts = family.load(meta=True)
-    return most_waiting(movable_bytes(family.units(parts), parts.base))
+    trained = what == "all"
+    return most_waiting(movable_bytes(family.units(parts), parts.base, trained=trained), trained=trained)
 
 
 def losses(engine: Any, first: int, last: int) -> list[float]:
@@ -91,7 +95,8 @@ def test_blocks_that_wait_change_no_bit(name: str, what: str, kind: str | None, 
     # that many blocks really have no memory, and others did while they ran
     blocks = swapped.block_swap._blocks
     empty = [all(not tensor.untyped_storage().size() for tensor, _ in block.pairs) for block in blocks]
-    assert sum(empty) == waiting and len(blocks) == waiting + RESIDENT
+    assert len(blocks) == waiting + resident(trained=what == "all")
+    assert sum(empty) == (len(blocks) if what == "all" else waiting)
     assert swapped.block_swap.moved_bytes > before
 
     resumed = engine_of(name, what, kind, waiting, again=again)

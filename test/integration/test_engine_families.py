@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
-from family_engines import AT, DRAWS_NOT, LR, WAYS, family_case, family_taken_up
+from family_engines import AT, DRAWS_NOT, LR, WAYS, family_case, family_taken_up, swapped_bits
 
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
@@ -54,6 +54,8 @@ def cases(folder: str, wide: str) -> None:
     out, found = Path(folder), {}
     with Ranks.open(Launch.from_environment(), choose("cpu"), 2.0) as ranks:
         torch.set_num_threads(1)
+        for what in ("adapter", "all"):
+            found[f"swapped {what}"] = swapped_bits(ranks, what)
         for name in NAMES:
             ways = ways_of(name, ranks.size, bool(wide))
             for way in ways:
@@ -150,6 +152,14 @@ def test_it_trains_averages_evaluates_draws_and_exports_as_one_process(
                 *(each / f"{name}-{how}-{kind}.safetensors" for each, how in ((folder, way), (alone.out, "native")))
             )
             assert apart <= most, kind
+
+
+@pytest.mark.parametrize("what", ["adapter", "all"])
+def test_ranks_whose_blocks_wait_in_host_memory_have_the_bits_of_those_without(launches: Launches, what: str) -> None:
+    for each in launches[2][1]:
+        found = each[f"swapped {what}"]
+        assert found["losses"][0] == found["losses"][1] and found["same"]
+        assert found["moved"][0] == 0 < found["moved"][1] and len(set(found["losses"][0])) == 3
 
 
 @pytest.mark.parametrize(("world", "name", "way"), CASES)

@@ -166,6 +166,30 @@ def drawn(engine: CheckpointedEngine, averages: Averages) -> torch.Tensor | None
     return torch.tensor(list(picture.image.getdata()), dtype=torch.float32)
 
 
+def swapped_bits(ranks: Ranks, what: str) -> dict[str, Any]:
+    """Train a small Flux with and without a block in host memory: an adapter, or all weights, updated in the backward."""
+    found: dict[str, Any] = {"losses": [], "moved": []}
+    trained: list[dict[str, torch.Tensor]] = []
+    for waiting in (0, 1):
+        sections: dict[str, Any] = {"memory": {"swap_blocks": waiting}, "optimizer": {"learning_rate": LR}}
+        if what == "adapter":
+            sections["adapter"] = ADAPTERS["flux-lora"]
+        else:
+            sections["optimizer"]["fused_backward"] = True
+        family = families.made(families.config("flux", sections))
+        parts = family.load()
+        families.trained_once(families.Tiny(family, parts, None))
+        batches = [
+            families.batch_of(family, families.bucket_of("flux"), CAPTIONS, seed=s, parts=parts) for s in range(3)
+        ]
+        batches = [cut(batch, ranks.rank, ranks.size) for batch in batches]
+        engine = assembled(family.cfg, ranks, family, parts, batches[:1])
+        found["losses"].append([float(engine.step([batch], COUNTS).sums["loss"]) for batch in batches])
+        found["moved"].append(engine.block_swap.moved_bytes if engine.block_swap else 0)
+        trained.append(weights(engine))
+    return found | {"same": equal(*trained)}
+
+
 def family_case(ranks: Ranks, out: Path, name: str, way: str) -> dict[str, Any]:
     """Train, keep averages, evaluate, draw, export; and go on from the own checkpoint, to the same bits."""
     engine = family_engine(ranks, name, way)

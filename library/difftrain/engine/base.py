@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +70,7 @@ class BaseEngine:
         self._spare: list[Batch] = []
         self._swapped = False
         self._observer: StepObserver | None = None
+        self.block_swap: BlockSwap | None = None
         self._looked = False  # at what the first backward of this session shows
 
     # ------------------------------------------------------------------ building
@@ -130,6 +131,8 @@ class BaseEngine:
         self._wrapped: Any = self.root
         self.optimizer = self._assemble(groups, make_optimizer, warm)
         self._master_weights.attach(self.optimizer, self.ranks)
+        if self.block_swap is not None:
+            self.block_swap.optimizer = inner(self.optimizer)
         self._update = self._make_update(groups)
         self.schedule = make_schedule(self.optimizer)
         self.optimizer._opt_called = True  # the rate goes on where an update is skipped: no warning at the first
@@ -142,9 +145,12 @@ class BaseEngine:
         """Bring the root to the device, but for blocks that wait on the host."""
         if self.cfg.memory.swap_blocks:
             units = self.family.units(self.parts)
-            self.block_swap = BlockSwap(units, self.parts.base, self.cfg.memory.swap_blocks, self.device)
+            waiting, trained = self.cfg.memory.swap_blocks, not self.cfg.holds_base
+            self.block_swap = BlockSwap(units, self.parts.base, waiting, self.device, trained=trained)
             self.parts.notes.append(self.block_swap.sentence(len(units)))
         self.root.to(self.device.torch_device)
+        if self.block_swap is not None:
+            self.block_swap.settle()
 
     def _param_groups(self) -> list[Group]:
         return self.family.param_groups(self.root)
@@ -213,10 +219,16 @@ class BaseEngine:
         lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
         adapted_lr = estimate(self.optimizer)
         done = self._update.finish(lambda: means()[TOTAL])
+        self._rest()
         self.schedule.step()  # a function of the position alone, so also after a skipped update
         self.position += 1
         measured = {} if self.parts.constrain is None else self.parts.constrain(self._master_weights)
         return Stats({**means(), **measured}, done.grad_norm, done.skipped, lrs, adapted_lr)
+
+    def _rest(self) -> None:
+        """Bring trained blocks that take turns on the device to the host, where whoever comes next reads them."""
+        if self.block_swap is not None:
+            self.block_swap.rest()
 
     def _accumulate(
         self, micro: list[Batch], counts: dict[str, float], sums: list[Tensor], total: Callable[[], Tensor]
@@ -304,6 +316,7 @@ class BaseEngine:
             gradients = torch.autograd.grad(loss * scale, weights, allow_unused=True)
             made = ((name, gradient) for name, gradient in zip(names, gradients) if gradient is not None)
             observer.after_backward(made, scale)
+        self._rest()
         return True
 
     # ------------------------------------------------------------------ evaluating
@@ -341,9 +354,13 @@ class BaseEngine:
         with self._evaluating(), self.device.autocast(self.cfg.training.mixed_precision):
             return self.family.forward(self.root, inputs)[0].float()
 
-    def drawing(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
+    @contextmanager
+    def drawing(self) -> Iterator[Callable[[Inputs], Tensor] | None]:
         """Let modules of the root be called by themselves: every rank has all of them, and its root can be called."""
-        return nullcontext()
+        try:
+            yield None
+        finally:
+            self._rest()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -354,6 +371,7 @@ class BaseEngine:
         finally:
             for module, training in modes:
                 module.training = training
+            self._rest()
 
     # ------------------------------------------------------------------ weights
 

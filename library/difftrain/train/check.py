@@ -61,16 +61,18 @@ def check_sides(cfg: TrainConfig, family: Family) -> None:
 
 def check_swap(cfg: TrainConfig, family: Family, parts: Parts) -> None:
     """Compare the blocks that are to wait on the host with those that there are. Raises ConfigFault."""
-    sizes, waiting = movable_bytes(family.units(parts), parts.base), cfg.memory.swap_blocks
-    most = most_waiting(sizes)
+    trained, waiting = not cfg.holds_base, cfg.memory.swap_blocks
+    sizes = movable_bytes(family.units(parts), parts.base, trained=trained)
+    most = most_waiting(sizes, trained=trained)
     if waiting > most:
-        frozen = sum(1 for size in sizes if size)
+        able, kind = sum(1 for size in sizes if size), "trained" if trained else "only held"
         of = (
             f"{len(sizes)} blocks"
-            if frozen == len(sizes)
-            else f"{len(sizes)} blocks, {frozen} of them with weights that are only held"
+            if able == len(sizes)
+            else f"{len(sizes)} blocks, {able} of them with weights that are {kind}"
         )
-        what = f"is {waiting}, and the model has {of}: the one that runs and the next one are on the device"
+        last = ", and the last one while it leaves" if trained else ""
+        what = f"is {waiting}, and the model has {of}: the one that runs and the next one are on the device{last}"
         remedy = f"{most} at most" if most else "leave it out"
         raise ConfigFault([Fault(option("memory.swap_blocks"), what, remedy)])
 

@@ -49,8 +49,16 @@ def test_blocks_to_compute_again_need_recomputing() -> None:
 
 def test_what_never_changes_can_wait_on_one_device_and_on_several_with_a_copy_each() -> None:
     assert found(LORA) == found({"memory": LORA["memory"], "model": {"family": "flux", "train_only": ["attn"]}}) == []
+
+
+def test_what_is_trained_can_wait_once_it_has_been_updated() -> None:
     (fault,) = found({"memory": LORA["memory"]})
-    assert is_about(fault, "--blocks_to_swap", 2, "--engine=fsdp", "--fsdp_cpu_offload")
+    assert is_about(fault, "--blocks_to_swap", 2, "--fused_backward_pass")
+    fused = {"memory": LORA["memory"], "optimizer": {"fused_backward": True}}
+    assert found(fused) == []
+    half = {"full_precision": "bf16", "mixed_precision": "bf16"}
+    (fault,) = found(fused | {"training": half})
+    assert is_about(fault, "--blocks_to_swap", "--full_bf16", "--mixed_precision=bf16")
 
 
 @pytest.mark.parametrize(

@@ -147,17 +147,20 @@ _SWAP = "memory.swap_blocks"
 
 
 def swapping(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
-    """Weights that never change can wait on the host; engines that cut them have ways of their own."""
+    """Weights that never change can wait on the host, and others once they have been updated; engines that cut them have
+    ways of their own."""
     if not cfg.memory.swap_blocks:
         return
-    frozen = cfg.adapter.type is not None or cfg.model.train_only
-    if not frozen:
+    if not cfg.holds_base and not cfg.optimizer.fused_backward:
         what = (
-            f"is {cfg.memory.swap_blocks}, and all weights are trained: those of blocks that wait must stay as they are"
+            f"is {cfg.memory.swap_blocks}, and all weights are trained: a block can wait again once it has been updated"
         )
-        remedy = "train an adapter or what train_only names; of full training {training.engine=fsdp} with {fsdp.cpu_offload=true}"
-        remedy += " waits on the host"
-        yield Finding((_SWAP,), what, spelled(remedy))
+        remedy = spelled("{optimizer.fused_backward=true} updates it during the backward pass")
+        yield Finding((_SWAP, "optimizer.fused_backward"), what, remedy)
+    if not cfg.holds_base and cfg.training.full_precision:
+        what = f"cannot be used with {option('training.full_precision', cfg.training.full_precision)} where all weights are trained"
+        remedy = f"{option('training.mixed_precision')}={cfg.training.full_precision} alone: the fp32 weights wait on the host"
+        yield Finding((_SWAP, "training.full_precision"), what, remedy)
     for field, value in (
         ("training.engine", cfg.training.engine != "native" and cfg.training.engine),
         ("training.pipeline_stages", cfg.training.pipeline_stages > 1 and cfg.training.pipeline_stages),

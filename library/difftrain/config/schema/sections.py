@@ -136,6 +136,11 @@ class TrainConfig(Section):
             return ", of clips and of images"
         return ", by dataset" if len(self.batch_sizes) > 1 else ""
 
+    @property
+    def holds_base(self) -> bool:
+        """Tell whether most weights are only held: an adapter is trained, or what train_only names."""
+        return self.adapter.type is not None or bool(self.model.train_only)
+
     def replicas(self, world: int) -> int:
         """Return the data-parallel replicas among so many processes: each stage of a pipeline takes one of them."""
         return max(1, world // self.training.pipeline_stages)

@@ -119,8 +119,9 @@ class MemorySection(Section):
 
     swap_blocks: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="blocks of the denoiser whose weights wait in host memory, and come to the device before they run; for"
-        " weights that are only held (adapters, {model.train_only}); at most two fewer than there are",
+        description="blocks of the denoiser whose weights wait in host memory, and come to the device before they run: those"
+        " that are only held (adapters, {model.train_only}; at most two fewer than there are), or where all are trained with"
+        " {optimizer.fused_backward} these and their optimizer state (at most three fewer)",
     )
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,

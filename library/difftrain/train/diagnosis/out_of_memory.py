@@ -107,8 +107,8 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
         ways.append("a smaller batch_size in the dataset's file")
     if launch.size > 1 and cfg.optimizer.type.lower() == "adamw":
         ways.append(f"{option('optimizer.type')}=oss (its state is sharded over the ranks)")
-    frozen = cfg.adapter.type is not None or cfg.model.train_only
-    if frozen and training.engine == "native" and training.pipeline_stages == 1 and not training.compile:
+    moves = cfg.holds_base or (cfg.optimizer.fused_backward and not training.full_precision)
+    if moves and training.engine == "native" and training.pipeline_stages == 1 and not training.compile:
         more = cfg.memory.swap_blocks + 4
         ways.append(
             f"{option('memory.swap_blocks')}={more} ({'more blocks' if more > 4 else 'blocks'} wait in host memory)"

@@ -18,7 +18,15 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, ConfigFault, Family, Fault
 from difftrain.device.block_swap import most_waiting, movable_bytes, plan_swap
 from difftrain.models.registry import make_family
-from difftrain.train.estimate.footprint import GIB, RESERVE, DeviceMemory, cached_parts, device_memory, gib_text
+from difftrain.train.estimate.footprint import (
+    GIB,
+    RESERVE,
+    DeviceMemory,
+    cached_parts,
+    device_memory,
+    gib_text,
+    state_of_swapped,
+)
 
 _FEW_BITS = ("fp8", "int8", "nf4")
 
@@ -30,18 +38,18 @@ class Saver(NamedTuple):
     fits: Callable[[TrainConfig], object]
 
 
-def _is_frozen(cfg: TrainConfig) -> bool:
-    return cfg.adapter.type is not None or bool(cfg.model.train_only)
-
-
 def _is_alone(cfg: TrainConfig) -> bool:
     return cfg.training.engine == "native" and cfg.training.pipeline_stages == 1
+
+
+def _swaps(cfg: TrainConfig) -> bool:
+    return _is_alone(cfg) and not cfg.training.compile and not cfg.model.fp8_frozen
 
 
 def _few_bits(cfg: TrainConfig) -> bool:
     """Tell whether weights that are only held may be stored in few bits."""
     wide = cfg.adapter.type != "dora" and not cfg.adapter.fuse_adapters and not cfg.model.fp8_frozen
-    return _is_frozen(cfg) and wide
+    return cfg.holds_base and wide
 
 
 def _updates_alone(cfg: TrainConfig) -> bool:
@@ -57,17 +65,18 @@ SAVERS: tuple[Saver, ...] = (
     Saver({"cache.text_to_disk": True}, lambda c: not (
         c.cache.text or c.cache.text_to_disk or c.model.train_text_encoder or c.captions.shuffle or c.captions.tag_dropout_rate)),
     Saver({"training.gradient_checkpointing": True}, lambda c: not c.training.gradient_checkpointing),
-    Saver({_SWAP: None}, lambda c: _is_frozen(c) and _is_alone(c) and not c.training.compile and not c.model.fp8_frozen),
+    Saver({_SWAP: None}, lambda c: c.holds_base and _swaps(c)),
     Saver({"training.cpu_offload_checkpointing": True}, lambda c: not c.training.cpu_offload_checkpointing),
     Saver({"optimizer.fused_backward": True}, lambda c: not (
         c.optimizer.fused_backward or c.optimizer.fused_groups) and _updates_alone(c)),
+    Saver({_SWAP: None}, lambda c: not c.holds_base and c.optimizer.fused_backward and not c.training.full_precision and _swaps(c)),
     Saver({"training.mixed_precision": "bf16"}, lambda c: c.training.mixed_precision == "no"),
     Saver({"model.base_dtype": "fp8"}, lambda c: _few_bits(c) and c.model.base_dtype not in _FEW_BITS),
     Saver({"model.base_dtype": "nf4"}, lambda c: _few_bits(c) and c.model.base_dtype != "nf4"),
     Saver({"training.batch_size": 1}, lambda c: c.training.batch_size > 1 and len(c.batch_sizes) == 1),
     Saver({"training.full_precision": "bf16"}, lambda c: not (
-        _is_frozen(c) or c.training.full_precision) and _is_alone(c) and c.training.mixed_precision == "bf16"),
-    Saver({"optimizer.type": "Adafactor"}, lambda c: not _is_frozen(c) and _is_alone(c) and c.optimizer.type.lower() == "adamw"),
+        c.holds_base or c.training.full_precision) and _is_alone(c) and c.training.mixed_precision == "bf16"),
+    Saver({"optimizer.type": "Adafactor"}, lambda c: not c.holds_base and _is_alone(c) and c.optimizer.type.lower() == "adamw"),
 )  # fmt: skip
 
 
@@ -82,11 +91,15 @@ def changed(cfg: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration takes of a device, and what of its blocks could wait on the host. sizes: of each, in bytes."""
+    """What a configuration takes of a device, and what of its blocks could wait on the host. sizes: of each, in bytes.
+
+    state: of the optimizer's for a byte of these; None: they are held.
+    """
 
     cfg: TrainConfig
     memory: DeviceMemory
     sizes: tuple[int, ...]
+    state: float | None = None
 
     @property
     def total(self) -> float:
@@ -99,8 +112,9 @@ def planned(cfg: TrainConfig, bucket: Bucket, ranks: int = 1) -> Plan:
     family: Any = make_family(cfg)
     parts = family.load(meta=True)
     parts.offloaded |= cached_parts(cfg, parts)
-    sizes = tuple(movable_bytes(family.units(parts), parts.base))
-    return Plan(cfg, device_memory(cfg, family, parts, ranks, bucket, max(cfg.batch_sizes)), sizes)
+    sizes = tuple(movable_bytes(family.units(parts), parts.base, trained=not cfg.holds_base))
+    state = state_of_swapped(cfg, parts)
+    return Plan(cfg, device_memory(cfg, family, parts, ranks, bucket, max(cfg.batch_sizes)), sizes, state)
 
 
 def usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
@@ -172,10 +186,10 @@ def fitted(cfg: TrainConfig, bucket: Bucket, ranks: int = 1) -> Fitting:
 
 def fewest_waiting(plan: Plan, limit: float) -> int:
     """Return how many blocks have to wait on the host so that a run fits; all that can where it does not."""
-    most, now = most_waiting(plan.sizes), plan.cfg.memory.swap_blocks
-    before = plan_swap(plan.sizes, now).saved if now else 0
+    most, now = most_waiting(plan.sizes, trained=plan.state is not None), plan.cfg.memory.swap_blocks
+    before = plan_swap(plan.sizes, now, plan.state).saved if now else 0
     for waiting in range(now + 1, most + 1):
-        if plan.total - (plan_swap(plan.sizes, waiting).saved - before) <= limit:
+        if plan.total - (plan_swap(plan.sizes, waiting, plan.state).saved - before) <= limit:
             return waiting
     return most
 

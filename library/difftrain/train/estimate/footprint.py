@@ -94,6 +94,8 @@ def needs(
             f"{gib_text(swap.host)} in host memory, {gib_text(swap.device)} of it on the device at once; "
             f"{gib_text(swap.traffic)} are copied there for a micro batch"
         )
+        if swap.returned:
+            formula += f", {gib_text(swap.returned)} back; weights and optimizer state"
         items.append(MemoryItem(WAITING, -float(swap.saved), formula))
     kept = "fp32" if halves else weights_kept(training)
     if (training.full_precision or halves) and kept in KEPT_BYTES:
@@ -124,13 +126,14 @@ def needs(
     formula = f"{state:g} B per trained parameter{shared(spread.state_share)}"
     items.append(MemoryItem("optimizer state", state * moving * spread.state_share, formula))
 
-    # averages, always in fp32
+    # averages, always in fp32, each where its weight lies between steps
+    on_device = FP32 * moving - (swap.weights if swap is not None and swap.returned else 0)
     if cfg.ema.enable:
-        size = FP32 * moving * spread.averages_share
+        size = on_device * spread.averages_share
         items.append(MemoryItem("averaged weights", size, f"4 B per trained parameter{shared(spread.averages_share)}"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
-        size = count * FP32 * moving * spread.averages_share
+        size = count * on_device * spread.averages_share
         formula = f"4 B per trained parameter and width{shared(spread.averages_share)}"
         items.append(MemoryItem(f"averages of {count} widths", size, formula))
     return items
@@ -200,6 +203,7 @@ class DeviceMemory:
     step: int
     bucket: Bucket
     batch: int
+    swap: SwapPlan | None = None
 
     @property
     def standing(self) -> float:
@@ -210,7 +214,8 @@ class DeviceMemory:
     def total(self) -> float:
         """Return the peak of a run: in a step, or at the update, when gradients alone are left of it."""
         gradients = sum(item.size for item in self.items if item.what == "gradients")
-        return self.standing + max(self.step, gradients)
+        step = max(self.step, gradients)
+        return self.standing + (step if self.swap is None else self.swap.most_with(step) - self.swap.device)
 
     def sentence(self) -> str:
         """Say it in one line."""
@@ -239,7 +244,13 @@ def swap_of(cfg: TrainConfig, family: Any, parts: Parts) -> SwapPlan | None:
     """Return which blocks wait on the host; None where none does."""
     if not cfg.memory.swap_blocks:
         return None
-    return plan_swap(movable_bytes(family.units(parts), parts.base), cfg.memory.swap_blocks)
+    sizes = movable_bytes(family.units(parts), parts.base, trained=not cfg.holds_base)
+    return plan_swap(sizes, cfg.memory.swap_blocks, state_of_swapped(cfg, parts))
+
+
+def state_of_swapped(cfg: TrainConfig, parts: Parts) -> float | None:
+    """Return the bytes of optimizer state for a byte of a trained weight that waits; None where those are held."""
+    return None if cfg.holds_base else state_bytes(cfg, matrix_share(parts)) / FP32
 
 
 def memory_by_ranks(
@@ -277,7 +288,7 @@ def memory_by_ranks(
                 made = sum(item.unsharded for item in items[ranks] if item.in_step)
                 step = round((step - made) * live + kept)
             steps[ranks] = max(0, step)
-    return {ranks: DeviceMemory(of, steps[ranks], bucket, batch) for ranks, of in items.items()}
+    return {ranks: DeviceMemory(of, steps[ranks], bucket, batch, swap) for ranks, of in items.items()}
 
 
 def stage_shares(cfg: TrainConfig, family: Any, root: nn.Module) -> tuple[float, float]:
