@@ -66,10 +66,10 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
         oracle = called(name, skip - tiny.family.own_skip)
         # diffusers 0.42 looks for the norm where transformers before 5.6 had it
         object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
-    noise = torch.randn((1, *model.latent_shape(SIZE)), generator=torch.Generator().manual_seed(5))
+    noise = torch.randn((1, *model.latent_shape(SIZE, oracle.frames)), generator=torch.Generator().manual_seed(5))
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     for scale in oracle.scales:
-        conditions = model.conditions([PROMPT], SIZE, oracle.guidance, oracle.references)
+        conditions = model.conditions([PROMPT], SIZE, oracle.guidance, oracle.references, oracle.frames)
         negative = (
             model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance, oracle.references) if scale > 1 else None
         )
@@ -79,7 +79,7 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
                 **oracle.options(conditions, negative, scale), height=SIZE[0], width=SIZE[1], latents=oracle.pack(noise),
                 num_inference_steps=STEPS, output_type="latent",
             )  # fmt: skip
-        walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE), mu=model.mu)
+        walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE, oracle.frames), mu=model.mu)
         ours = walk(model, conditions, negative, noise, sampler=walker, steps=STEPS, guidance=scale)
         # a walk without a terminal signal begins at 4096 times the noise, and rounds there
         rounding = torch.finfo(torch.float32).eps * float(getattr(walker, "init_noise_sigma", 1.0))
@@ -141,7 +141,9 @@ def four_channels(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["image", "mask", "mask_whole"])
 # diffusers has no pipeline of an editing model that begins at an image as well
-@pytest.mark.parametrize("name", [each for each in FAMILIES if not FAMILIES[each].control])
+@pytest.mark.parametrize(
+    "name", [each for each in FAMILIES if not FAMILIES[each].control + FAMILIES[each].shown_frames]
+)
 def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_path: Path) -> None:
     import diffusers
 

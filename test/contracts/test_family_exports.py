@@ -287,7 +287,7 @@ def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, m
     if (load := ORACLES[name].load) is not None:
         kind = getattr(diffusers, pipeline)
         monkeypatch.setattr(kind, "from_pretrained", lambda *told, **options: load(kind, path, **options))
-    if FAMILIES[name].control:
+    if FAMILIES[name].control + FAMILIES[name].shown_frames:
         Image.new("RGB", (64, 64), "red").save(path / "reference.png")
     code = re.sub(r'= pipe\((\s*)(")?', lambda found: call + ('prompt="' if found[2] else ""), code)
     given: dict[str, Any] = {}

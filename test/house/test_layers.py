@@ -32,7 +32,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {("engine", "optim"), ("engine", "checkpoint"), ("models", "adapters")}
 # What configuration reads of a higher room: the families' rows and their type, from which choices, help, docs, defaults and
 # rules are derived before torch is imported. They stand on contracts and the standard library alone (tested below).
-ROWS = {"difftrain.models.registry", "difftrain.models.row"}
+ROWS = {"difftrain.models.registry", "difftrain.models.clip_rows", "difftrain.models.row"}
 NARROW = {"sampling", "evaluation"}  # contracts and the layer below, nothing else
 # imported only in their one room, and only where they are used
 WRITERS = {"io/clip_files.py"}  # av, which data/ reads with: rooms that write clips lie below data/, or beside it

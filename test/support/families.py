@@ -40,13 +40,20 @@ def class_of(name: str) -> type | None:
 ON_KIT = tuple(name for name in FAMILIES if (made := class_of(name)) is not None and issubclass(made, ModelFamily))
 
 # families of another's classes -> that other: what holds for it holds for them, and is looked at nightly where all are
-SIBLINGS = {"sd2": "sd1", "flux2_klein": "flux2", "flux_kontext": "flux", "qwen_image_edit_plus": "qwen_image_edit"}
+SIBLINGS = {
+    "sd2": "sd1",
+    "flux2_klein": "flux2",
+    "flux_kontext": "flux",
+    "qwen_image_edit_plus": "qwen_image_edit",
+    "wan_flf2v": "wan_i2v",
+}
 # those whose operators are another's, too
 SIBLINGS_ON_DEVICES = SIBLINGS | {
     "sd1": "sdxl",
     "chroma": "flux",
     "qwen_image_edit": "qwen_image",
     "wan": "cosmos_predict2",
+    "wan_i2v": "cosmos_predict2",
     "ltx_video": "cosmos_predict2",
     "hunyuan_video": "hunyuan_image",
 }

@@ -21,7 +21,7 @@ class Drawn:
 
     pack, unpack: of its latents of so many pixels, (x, (height, width)). raw: what its pipeline gives the VAE to decode,
     (latents, the VAE's configuration). guidance: what a distilled model is told. t5_length: tokens that T5 keeps.
-    references: images that it is shown, (1, 3, H, W) uint8 each. edits: classes
+    references: images that it is shown, (1, 3, H, W) uint8 each. frames: of what is drawn. edits: classes
     that begin at a picture, without a mask and with one, where diffusers does not know them by the family's. mended: puts
     right what is wrong in a pipeline.
     scales: of classifier-free guidance, as far as the pipeline has it. returned: turns what the pipeline returns as latents
@@ -38,6 +38,7 @@ class Drawn:
     edits: tuple[str, str] = ("AutoPipelineForImage2Image", "AutoPipelineForInpainting")
     mended: Callable[[Any], Any] = lambda pipe: pipe
     references: tuple[torch.Tensor, ...] = ()
+    frames: int = 1
     kinds: tuple[Mapping[str, Any], ...] = ({},)
     scales: tuple[float, ...] = (1.0, 3.0)
     returned: Callable[[Any, torch.Tensor], torch.Tensor] = lambda pipe, x: x

@@ -310,6 +310,7 @@ class Drawer(Protocol):
         size_hw: tuple[int, int],
         guidance: float | None = None,
         references: Sequence[Tensor] = (),
+        frames: int = 1,
     ) -> dict[str, Tensor]: ...  # guidance: embedded, where the model is told one; references: (B, 3, H, W) uint8 each
     def unconditional(
         self,

@@ -21,7 +21,7 @@ from difftrain import __version__
 from difftrain.adapters import target_faults
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Inputs, Parts, control_name
-from difftrain.models import passes, placeholder, speedups, vision
+from difftrain.models import passes, placeholder, shown_frames, speedups, vision
 from difftrain.models.description import Description, unread_text
 from difftrain.models.facts import Text
 from difftrain.models.objective import flow
@@ -182,6 +182,10 @@ class BaseFamily(Description):
             made[control_name(number)] = latents
         return made
 
+    def frames(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
+        """Return the frames of a clip that the denoiser is shown, as conditions."""
+        return shown_frames.conditions(self, shown_frames.encoded(self, batch, parts)) if self.row.shown_frames else {}
+
     def shown(self, batch: Batch) -> Tensor | None:
         """Tell of which samples the references are shown, (B,) bool; None: of all."""
         return batch.draws[DROPOUT] >= self.cfg.data.control_dropout if DROPOUT in batch.draws else None
@@ -210,7 +214,7 @@ class BaseFamily(Description):
     @torch.no_grad()
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Encode, noise and weigh one micro batch, in fp32."""
-        conditions = self.text(batch, parts) | self.references(batch, parts)
+        conditions = self.text(batch, parts) | self.references(batch, parts) | self.frames(batch, parts)
         made = self.noised(batch, self.latents(batch, parts), conditions)
         return speedups.applied(self, batch, parts, made)
 
@@ -282,7 +286,7 @@ class BaseFamily(Description):
 
     def write_beside(self, folder: Path) -> dict[str, list[str]]:
         """Write what else the pipeline of a folder has, and name the classes of it."""
-        classes: dict[str, list[str]] = {}
+        classes = shown_frames.write_beside(self, folder) if self.frames_encoder else {}
         for sight, vocabulary in zip(self.sights, self.vocabularies, strict=True):
             if sight is not None:
                 vocabulary.save(folder / self.processor)
@@ -307,7 +311,7 @@ class BaseFamily(Description):
     def card(self, dtype: str) -> str:
         """Write the page beside an export. dtype: "torch.float16", of its weights."""
         made = "images[0]" if self.row.tasks[0].endswith("to-image") else "frames[0][0]"
-        head = snippet_head(self.row, dtype, reference=self.num_control > 0)
+        head = snippet_head(self.row, dtype, reference=self.num_control + self.row.shown_frames > 0)
         return (
             f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
             f"{head}image = pipe({self.call}).{made}\n```\n"

@@ -69,7 +69,8 @@ class Description:
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
     draws_trained_size: a prompt without a size is drawn in that of the training.
-    processor: folder with what an encoder that sees does to images.
+    processor: folder with what an encoder that sees does to images. frames_encoder: the part that sees the frames which the
+    denoiser is shown (row.shown_frames of them), where one does.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Description:
     widens_text: bool = True
     draws_trained_size: bool = True
     processor: str = "processor"
+    frames_encoder: str = ""
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg = cfg

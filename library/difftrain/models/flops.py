@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Batch, Bucket, Inputs, control_name
-from difftrain.models import repa
+from difftrain.models import repa, shown_frames
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import KEEP
 from difftrain.models.text.clip_tokens import chunks_of
@@ -181,6 +181,10 @@ def blank_inputs(
     area = family.control_area
     shown = x if area is None else blank(*draws["noise"].shape(area.bucket(texts_of or bucket)))
     conditions |= {control_name(number): shown for number in range(family.num_control)}
+    if family.row.shown_frames:
+        described = shown_frames.features(family).items()
+        made_of_frames = {name: blank(*feature.shape(bucket)) for name, feature in described}
+        conditions |= shown_frames.conditions(family, made_of_frames)
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
     return Inputs(
         x,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from difftrain.contracts import ClipFacts, ConfigFault, Family, Fault
+from difftrain.contracts import ConfigFault, Family, Fault
+from difftrain.models.clip_rows import CLIP_FAMILIES
 from difftrain.models.row import (
     CONTROL_FIELDS,
     FOLDER_LAYOUTS,
@@ -219,59 +220,6 @@ FAMILIES: dict[str, FamilyRow] = {
         takes=("model.guidance", "model.train_only"),
         reasons={"model.clip_skip": "hunyuan_image reads one state of Qwen2.5-VL"},
     ),
-    "wan": flow_row(
-        title="Wan 2.1",
-        network="Wan2.1",
-        target="difftrain.models.families.wan:Wan",
-        pipeline="WanPipeline",
-        parts={
-            "transformer": "diffusers:WanTransformer3DModel",
-            "vae": "diffusers:AutoencoderKLWan",
-            "text_encoder": "transformers:UMT5EncoderModel",
-        },
-        encoders=("umt5",),
-        tasks=("text-to-video", "text-to-image"),
-        clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only",),
-        defaults={"model.t5_max_length": 512},
-    ),
-    "hunyuan_video": flow_row(
-        title="HunyuanVideo",
-        network="HunyuanVideo",
-        target="difftrain.models.families.hunyuan_video:HunyuanVideo",
-        pipeline="HunyuanVideoPipeline",
-        parts={
-            "transformer": "diffusers:HunyuanVideoTransformer3DModel",
-            "vae": "diffusers:AutoencoderKLHunyuanVideo",
-            "text_encoder": "transformers:LlamaModel",
-            "text_encoder_2": "transformers:CLIPTextModel",
-        },
-        encoders=("llm", "clip_l"),
-        tasks=("text-to-video", "text-to-image"),
-        text_features=("hidden_1", "pooled_2"),
-        takes=("model.guidance", "model.train_only"),
-        reasons={
-            "model.clip_skip": "hunyuan_video takes the pooled output of CLIP",
-            "model.max_token_length": "hunyuan_video's CLIP encoder reads 77 tokens",
-        },
-    ),
-    "ltx_video": flow_row(
-        title="LTX-Video",
-        network="LTX-Video",
-        target="difftrain.models.families.ltx_video:LtxVideo",
-        pipeline="LTXPipeline",
-        parts={
-            "transformer": "diffusers:LTXVideoTransformer3DModel",
-            "vae": "diffusers:AutoencoderKLLTXVideo",
-            "text_encoder": "transformers:T5EncoderModel",
-        },
-        encoders=("t5",),
-        tasks=("text-to-video", "image-to-video", "text-to-image"),
-        clips=ClipFacts(fps=25, every=8),
-        multiple=32,
-        takes=("model.train_only", "model.first_frame_conditioning_p"),
-        defaults={"model.t5_max_length": 128},
-    ),
     "qwen_image": flow_row(
         title="Qwen-Image",
         network="Qwen-Image",
@@ -422,6 +370,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "data.control_size": "omnigen2's pass refines references of its image's size",
         },
     ),
+    **CLIP_FAMILIES,
 }  # fmt: skip
 DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
 # [model] type as diffusion-pipe spells it, where that is another

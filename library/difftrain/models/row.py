@@ -27,7 +27,7 @@ class FamilyRow:
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
     order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
     sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports.
-    told_by: ("part.argument", value) in a folder's config.json, where families share a pipeline.
+    told_by: ("part.argument", value) in a folder's config.json, where families share a pipeline; True, False: whether it is there.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
     another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
@@ -50,6 +50,7 @@ class FamilyRow:
     clips: ClipFacts | None = None  # which it is trained on; None: images alone
     control: int = 0  # reference images that it is shown, at most; each has its image's size, or one of its own
     control_area: ReferenceArea | None = None  # which that is, where it may be: positions of references are their own
+    shown_frames: int = 0  # of a clip, that the denoiser is shown: 1, the first; 2, the last, too
     control_least: int = 1  # of these, where it is shown any: 0 of a model that also draws from captions alone
     pipeline_module: str = "diffusers"
     told_by: tuple[str, Any] | None = None

@@ -213,7 +213,7 @@ def draw_one(
         name, model.scheduler.config, model.tokens(size, frames), shift=prompt.flow_shift, mu=model.mu
     )
     shown = [reference_pixels(file, partial(model.reference_size, size)) for file in prompt.control_image]
-    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale, shown)
+    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale, shown, frames)
     device = next(iter(conditions.values())).device
     latents = walk(
         model,

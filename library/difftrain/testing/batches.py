@@ -13,6 +13,7 @@ from torch import nn
 
 from difftrain.contracts import Batch, Bucket, Draw, control_name
 from difftrain.data.samples import host_draws
+from difftrain.models import shown_frames
 from difftrain.models.registry import FAMILIES
 from difftrain.models.text.tokenize import mask_name
 from difftrain.models.vae.latents import LATENTS, MOMENTS
@@ -51,6 +52,11 @@ def cached_batch(family: ModelFamily, bucket: Bucket, size: int, *, seed: int = 
     for number in range(family.num_control):
         shown = family.control_feature.shape(bucket)
         features[f"{control_name(number)}_{LATENTS}"] = torch.randn(size, *shown, generator=drawn)
+
+    if family.row.shown_frames:
+        for name, feature in shown_frames.features(family).items():
+            made = torch.randn(size, *feature.shape(bucket), generator=drawn)
+            features[name] = made.to(getattr(torch, feature.dtype))
 
     # --- what text encoders make, the captions filling all tokens; sizes of the picture
     for position in range(1, len(family.texts) + 1):

@@ -60,7 +60,7 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
 def references_of(cfg: TrainConfig) -> int:
     """Return how many reference images a prompt must name."""
     row = row_of(cfg)
-    return max(row.control_least, cfg.data.num_control) if row.control else 0
+    return max(row.control_least, cfg.data.num_control) if row.control else row.shown_frames
 
 
 def sampler_of(cfg: TrainConfig) -> str:

@@ -34,13 +34,13 @@ def prompts(pipe: Any, captions: list[str], length: int) -> Conditions:
 
 
 def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
-    """Name how one frame is drawn."""
-    made = {"prompt": PROMPT, "guidance_scale": scale, "max_sequence_length": 32, "num_frames": 1}
+    """Name how nine frames are drawn, two of latents."""
+    made = {"prompt": PROMPT, "guidance_scale": scale, "max_sequence_length": 32, "num_frames": 9}
     return made if negative is None else made | {"negative_prompt": NEGATIVE}
 
 
 def unpack(x: torch.Tensor, size_hw: tuple[int, int]) -> torch.Tensor:
-    return x.transpose(1, 2).unflatten(2, (1, size_hw[0] // 32, size_hw[1] // 32))
+    return x.transpose(1, 2).unflatten(2, (2, size_hw[0] // 32, size_hw[1] // 32))
 
 
 def pixels(pipe: Any, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ ORACLE = Oracle(
     prompts,
     "convert_ltx_transformer_checkpoint_to_diffusers",
     released={"2B": ({}, 715), "13B": (LARGE, 1215)},
-    drawn=Drawn(options, pack=pack, unpack=unpack, pixels=pixels, t5_length=32),
+    drawn=Drawn(options, pack=pack, unpack=unpack, pixels=pixels, t5_length=32, frames=9),
     frames=9,
     steps=2,
 )

@@ -28,12 +28,11 @@ def raw(x: torch.Tensor, vae: Any) -> torch.Tensor:
 
 
 # Wan 2.1's 14 B are diffusers' defaults
-I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 ORACLE = Oracle(
     forward,
     prompts,
     "convert_wan_transformer_to_diffusers",
-    released={"t2v-14B": ({}, 1095), "t2v-1.3B": (SMALL, 825), "i2v-14B": (I2V, 1303)},
+    released={"t2v-14B": ({}, 1095), "t2v-1.3B": (SMALL, 825)},
     drawn=Drawn(options, raw=raw, t5_length=32),
 )

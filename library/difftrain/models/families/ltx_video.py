@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from difftrain.config import TrainConfig
 
-FPS = 25.0  # of the clips that the releases learnt and draw; positions in time are seconds
 _WIDE = 4096  # of the release of 13 billion, whose heads have 128 channels; those of others have 64
 
 
@@ -77,7 +76,7 @@ class LtxVideo(ModelFamily):
         """Return the rotary tables of a clip's tokens: made on the host, so equal on every device, once a size."""
         key = (size, device)
         if key not in self._ropes:
-            scale = (self.vae.frames / FPS, self.vae.factor, self.vae.factor)
+            scale = (self.vae.frames / float(self.cfg.data.framerate or 25), self.vae.factor, self.vae.factor)
             cos, sin = net.rope(torch.empty(1, 1), *size, rope_interpolation_scale=scale)
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]

@@ -1,6 +1,6 @@
 """Wan 2.1 (Alibaba 2025, arXiv:2503.20314): a transformer over clips that reads T5's states across; a picture is a clip of one frame.
 
-Text to video. The table also names what image to video has beside: the picture's embedding and its keys and values.
+Text to video. The table also names what image to video (wan_i2v.py) has beside: the picture's embedding, its keys and values.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from difftrain.models.facts import Agree, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
 from difftrain.models.weights.infer import count, heads
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from difftrain.config import TrainConfig
@@ -34,7 +35,7 @@ class Wan(ModelFamily):
     zero = r"^proj_out\."
     leaving = r"norm_out\b|proj_out\b|scale_shift_table$"
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
-    agree = (
+    agree: tuple[Agree, ...] = (
         Agree("transformer.in_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.out_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.text_dim", lambda s: s["text_encoder"]["d_model"], "text_encoder's d_model"),
@@ -49,15 +50,25 @@ class Wan(ModelFamily):
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) or (B, F) in 0..1000 -> image (B, N, D), text (B, L, D), temb
         (B, [N,] 6, D).
         """
-        image = net.patch_embedding(x_t)
+        image = net.patch_embedding(self.entering(x_t, conditions))
         size = tuple(image.shape[2:])
         image = image.flatten(2).transpose(1, 2).contiguous()
         count = None
         if t.ndim == 2:  # every token has the time of its frame
             t, count = t.repeat_interleave(size[1] * size[2], dim=1).flatten(), image.shape[1]
-        time, modulation, text, _ = net.condition_embedder(t, conditions["tokens"], timestep_seq_len=count)
+        contexts = self.contexts(conditions)
+        time, modulation, text, seen = net.condition_embedder(t, *contexts, timestep_seq_len=count)
+        text = text if seen is None else torch.cat((seen, text), dim=1)
         rope = self.rope(net, x_t, size, x_t.device)
         return Tokens(image, text, modulation.unflatten(-1, (6, -1)), size, rope=rope, more={"time": time})
+
+    def entering(self, x_t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Return what is made tokens of."""
+        return x_t
+
+    def contexts(self, conditions: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return what blocks attend to."""
+        return (conditions["tokens"],)
 
     def rope(self, net: Any, x_t: Tensor, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rotary tables of the clip's tokens, real-valued: laid out once a size."""
@@ -90,11 +101,18 @@ class Wan(ModelFamily):
         """Return the arguments of the pipeline in the page beside an export: it draws clips unless it is told one frame."""
         return '"a red cat", num_frames=1, output_type="pil"'
 
-    @staticmethod
-    def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    @classmethod
+    def infer(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read the transformer's sizes off the tensors of the original layout. Raises KeyError."""
+        if "img_emb.proj.0.weight" in shapes:
+            raise KeyError("a transformer that is shown no image")
+        return cls.sizes_of(shapes)
+
+    @staticmethod
+    def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Read the sizes that every Wan has. Raises KeyError."""
         width, channels, *patch = shapes["patch_embedding.weight"]
-        sizes = {
+        return {
             "patch_size": patch,
             **heads(width, _HEAD),
             "in_channels": channels,
@@ -104,9 +122,6 @@ class Wan(ModelFamily):
             "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
             "num_layers": count(shapes, r"blocks\.(\d+)\."),
         }
-        if "img_emb.proj.0.weight" in shapes:
-            sizes |= {"image_dim": shapes["img_emb.proj.0.weight"][0], "added_kv_proj_dim": width}
-        return sizes
 
     keys = """
 patch_embedding = patch_embedding
@@ -115,6 +130,7 @@ condition_embedder.time_embedder.linear_2 = time_embedding.2
 condition_embedder.text_embedder.linear_1 = text_embedding.0
 condition_embedder.text_embedder.linear_2 = text_embedding.2
 condition_embedder.time_proj = time_projection.1
+condition_embedder.image_embedder.pos_embed = img_emb.emb_pos
 condition_embedder.image_embedder.norm1 = img_emb.proj.0
 condition_embedder.image_embedder.ff.net.0.proj = img_emb.proj.1
 condition_embedder.image_embedder.ff.net.2 = img_emb.proj.3

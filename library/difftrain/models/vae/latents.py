@@ -119,7 +119,7 @@ def pixels_to_unit(pixels: Tensor) -> Tensor:
 def posterior(vae: Any, pixels: Tensor, *, fp32: bool, batch_size: int | None) -> tuple[Tensor, Tensor]:
     """Encode pictures or clips: mean and standard deviation of their raw latents, in fp32.
 
-    Shapes: pixels (B, 3, [F,] H, W) uint8 -> (B, C, [F',] H / f, W / f) each; a picture is a clip of one frame to a VAE
+    Shapes: pixels (B, 3, [F,] H, W) uint8, or floating in -1..1 -> (B, C, [F',] H / f, W / f) each; a picture is a clip of one frame to a VAE
     of clips. fp32 turns autocast off around the VAE, whose activations overflow fp16 in SDXL. batch_size bounds how many
     are encoded at once. The deviation is 0 where the VAE has no posterior.
     """
@@ -129,7 +129,8 @@ def posterior(vae: Any, pixels: Tensor, *, fp32: bool, batch_size: int | None) -
     with torch.autocast(pixels.device.type, enabled=False):
         dtype = torch.float32 if fp32 else next(vae.parameters()).dtype
         pieces = pixels.split(batch_size or len(pixels))
-        moments = torch.cat([vae.encode(pixels_to_unit(piece).to(dtype)).latent_dist.parameters for piece in pieces])
+        units = (piece if piece.is_floating_point() else pixels_to_unit(piece) for piece in pieces)
+        moments = torch.cat([vae.encode(unit.to(dtype)).latent_dist.parameters for unit in units])
     if row is not None and not row.samples:
         mean = moments.float()
         return mean, torch.zeros_like(mean)

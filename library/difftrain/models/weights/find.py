@@ -312,6 +312,7 @@ def _sibling_faults(root: Path, family: Description) -> list[Fault]:
     if not config:
         return []
     value = known.complete(family.parts[part], known.accepted(family.parts[part], config)).get(argument)
+    value = bool(value) if isinstance(own, bool) else value
     rows = {name: row for name, row in FAMILIES.items() if row.told_by == (path_of_marker, value) and value != own}
     return [
         Fault(

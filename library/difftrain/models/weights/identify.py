@@ -71,7 +71,8 @@ def is_told(row: FamilyRow, read: Read) -> bool:
     path_of_marker, expected = told_by
     part, _, argument = path_of_marker.partition(".")
     config = read(f"{part}/config.json") or {}
-    return bool(config.get(argument, False) == expected)
+    value = config.get(argument, False)
+    return bool((bool(value) if isinstance(expected, bool) else value) == expected)
 
 
 def read_object(path: Path) -> Mapping[str, Any] | None:
