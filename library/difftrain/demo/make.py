@@ -28,7 +28,10 @@ SETS = {  # the data sets of each kind, what is trained on first
     "shapes": (TRAIN, UNSEEN),
     "emoji": (TRAIN, UNSEEN),
     "pairs": (TRAIN, UNSEEN, MISMATCHED),
+    "clips": (TRAIN, UNSEEN),
 }
+RANDOM = ("tiny", "clips")  # kinds whose model is the smallest of its family, and fitted to nothing
+FRAME_BUCKETS = {"clips": (1, 17)}
 KINDS = tuple(SETS)
 DEFAULT_FAMILY = next(name for name, row in FAMILIES.items() if row.networks_by_train_type)  # of the launchers' demos
 SHOWN = "shown"  # references of the prompts, with the pictures
@@ -81,10 +84,11 @@ def foreseen(argv: Sequence[str], log: Callable[[str], None] = print) -> Pending
     return PendingFiles(what, _files(wish), lambda: _make(wish, log))
 
 
-def data_text(pictures: Path, references: Path | None = None) -> str:
-    """Return the file of a data set: one folder of pictures, and that of their reference images."""
+def data_text(pictures: Path, references: Path | None = None, frame_buckets: Sequence[int] = ()) -> str:
+    """Return the file of a data set: one folder of pictures or clips, and that of reference images."""
     control = f'control_path = "{references.resolve()}"\n' if references else ""
-    return f'resolutions = [{SIDE}]\n\n[[directory]]\npath = "{pictures.resolve()}"\n{control}'
+    frames = f"frame_buckets = {list(frame_buckets)}\n" if frame_buckets else ""
+    return f'resolutions = [{SIDE}]\n{frames}\n[[directory]]\npath = "{pictures.resolve()}"\n{control}'
 
 
 def references_of(kind: str, family: str, pictures: Path) -> Path | None:
@@ -95,13 +99,14 @@ def references_of(kind: str, family: str, pictures: Path) -> Path | None:
 
 def _files(wish: DemoRequest) -> dict[Path, str | None]:
     home, files = wish.folder, dict[Path, str | None]()
+    buckets = FRAME_BUCKETS.get(wish.kind, ())
     if MODEL in wish.parts:
         files[home / MODEL] = None
     if "data" in wish.parts:
         for name in SETS[wish.kind]:
             pictures = home / "pictures" / name
             references = references_of(wish.kind, wish.family, home / "pictures")
-            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures, references)}
+            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures, references, buckets)}
             files |= {references.resolve(): None} if references else {}
         if UNSEEN in SETS[wish.kind]:
             files[home / "prompts.txt"] = ""

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from difftrain.contracts import DataFault
-from difftrain.demo import datasets, pairs, recipe, splits
-from difftrain.demo.make import DEFAULT_FAMILY, MODEL, SETS, SHOWN, TRAIN, data_text, references_of
+from difftrain.demo import clips, datasets, pairs, recipe, splits
+from difftrain.demo.make import (
+    DEFAULT_FAMILY,
+    FRAME_BUCKETS,
+    MODEL,
+    RANDOM,
+    SETS,
+    SHOWN,
+    TRAIN,
+    UNSEEN,
+    data_text,
+    references_of,
+)
 from difftrain.io.files import atomic_folder, write_text
 from difftrain.models.registry import FAMILIES
 
@@ -76,10 +87,11 @@ LEAST = 256
 
 
 class DemoPrompts(NamedTuple):
-    """What samples are drawn of. of: the prompts, by the folder of pictures. guidance: of all."""
+    """What samples are drawn of. of: the prompts, by the folder of pictures. guidance, frames: of all."""
 
     of: Callable[[Path], Sequence[str]]
     guidance: float = 3
+    frames: int = 1
 
 
 FLOW_PROMPTS = {
@@ -88,6 +100,7 @@ FLOW_PROMPTS = {
         lambda _: ("red apple", "woman firefighter: dark skin tone", "green heart", "grinning face with smiling eyes")
     ),
     "pairs": DemoPrompts(lambda pictures: pairs.prompts(pictures / SHOWN), guidance=1),  # captions are never dropped
+    "clips": DemoPrompts(lambda pictures: clips.prompts(pictures / UNSEEN), frames=clips.FRAMES),
 }
 
 
@@ -100,7 +113,7 @@ def make(
     """
     try:
         home.mkdir(parents=True, exist_ok=True)
-        if "data" in parts or kind != "tiny":
+        if "data" in parts or kind not in RANDOM:
             _make_data(kind, family, home, scale, log)
         if MODEL in parts:
             make_once(home / MODEL, lambda aside: _make_model(kind, family, home, scale, aside, log))
@@ -113,10 +126,11 @@ def _make_data(kind: str, family: str, home: Path, scale: float, log: Log) -> No
     references = references_of(kind, family, pictures)
     make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log, paired=references is not None))
     for name in reversed(SETS[kind]):  # the file that tells that all is there comes last
-        write_text(home / f"{name}.toml", data_text(pictures / name, references))
+        write_text(home / f"{name}.toml", data_text(pictures / name, references, FRAME_BUCKETS.get(kind, ())))
     if kind in FLOW_PROMPTS:
         prompts = FLOW_PROMPTS[kind]
         options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l {prompts.guidance:g}"
+        options += f" --f {prompts.frames}" if prompts.frames > 1 else ""
         lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(prompts.of(pictures))]
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
@@ -127,13 +141,15 @@ def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, log: Log
     counts = splits.WRITERS[kind](aside, max(LEAST, round(full * scale)) if full else 0)
     counts |= splits.write_references(aside) if paired else {}
     text = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    log(f"captioned images: {text}, {time.monotonic() - started:.0f} s: {folder}")
+    log(
+        f"captioned {'clips' if kind in FRAME_BUCKETS else 'images'}: {text}, {time.monotonic() - started:.0f} s: {folder}"
+    )
 
 
 def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, log: Log) -> None:
     from difftrain.demo import model
 
-    if kind == "tiny":
+    if kind in RANDOM:
         model.write_tiny(aside, family)
         log(f"a random model, the smallest {FAMILIES[family].title}: {home / MODEL}")
     else:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from difftrain.demo import datasets, pairs, recipe
+from difftrain.demo import clips, datasets, pairs, recipe
 from difftrain.demo.datasets import DemoPicture
 from difftrain.demo.judge import words
 from difftrain.demo.make import REFERENCE, TRAIN, UNSEEN
@@ -169,5 +169,6 @@ WRITERS: dict[str, Callable[[Path, int], dict[str, int]]] = {
     "shapes": write_shapes,
     "emoji": write_emoji,
     "pairs": lambda folder, count: pairs.write(folder, recipe.cache_root() / "npm"),
+    "clips": lambda folder, count: clips.write(folder, recipe.cache_root() / "npm"),
     "tiny": lambda folder, count: write_few(folder),
 }

@@ -18,7 +18,8 @@ from difftrain.train.estimate.dry_run import dry_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "sd3_light"
 RECIPES = {kind: CONFIGS / f"{kind}.toml" for kind in make.KINDS} | {
-    "pairs": CONFIGS.parent / "flux_kontext" / "emoji.toml"
+    "pairs": CONFIGS.parent / "flux_kontext" / "emoji.toml",
+    "clips": CONFIGS.parent / "wan" / "emoji.toml",
 }
 
 

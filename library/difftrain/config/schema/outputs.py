@@ -188,7 +188,7 @@ class DemoSection(Section):
 
     dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which images it makes")
     score: bool = Field(False, description="score the demo's model at the end")
-    make: Literal["tiny", "shapes", "emoji", "pairs"] | None = Field(
+    make: Literal["tiny", "shapes", "emoji", "pairs", "clips"] | None = Field(
         None, description="model and data that are made before training, where the folder lacks what the run names"
     )
     folder: str | None = Field(None, description="where they are made")
