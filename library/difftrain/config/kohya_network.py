@@ -18,6 +18,7 @@ from difftrain.models.row import CLIP_TARGETS, UNET_TARGETS
 
 if TYPE_CHECKING:
     from difftrain.config.resolve import Resolution
+    from difftrain.config.schema.adapter import AdapterSection
 
 MODULE = "?adapter.module"
 OFF_AT_ZERO = (MODULE, "?adapter.dim")  # where 0 or nothing stands in a file of settings, no adapter is asked for
@@ -186,6 +187,34 @@ def _numbers(out: Resolution, words: dict[str, str], name: str) -> list[float] |
         out.fault("?adapter.args", f"{name} has {len(parts)} values", f"a number for each of the {_BLOCKS} blocks")
         return None
     return [float(part) for part in parts]
+
+
+def network_arguments(section: AdapterSection) -> dict[str, str]:
+    """Return the words of --network_args that say what a section does: files of kohya's scripts have them."""
+    words: dict[str, str] = {}
+    alpha = float(section.rank if section.alpha is None else section.alpha)
+
+    # --- ranks of convolutions of 3 x 3, and of blocks, as `_ranks` names them
+    if (conv := section.rank_pattern.get(_CONVOLUTIONS[0])) is not None:
+        words |= {"conv_dim": str(conv), "conv_alpha": f"{section.alpha_pattern.get(_CONVOLUTIONS[0], alpha):g}"}
+    dims, alphas = [section.rank] * _BLOCKS, [alpha] * _BLOCKS
+    of_blocks = False
+    excluded = dict.fromkeys(section.exclude_modules, 0)
+    for pattern, dim in (section.rank_pattern | excluded).items():
+        inside = re.fullmatch(r"\((.*)\)\\\.\.\*", pattern)
+        for block, where in _ATTENTION.items():
+            if inside and where in inside[1].split("|"):
+                of_blocks, dims[block] = True, dim
+                alphas[block] = section.alpha_pattern.get(pattern, alpha) if dim else 0.0
+    if of_blocks:
+        words["block_dims"] = ",".join(map(str, dims))
+        words["block_alphas"] = ",".join(f"{value:g}" for value in alphas)
+
+    # --- rates of second factors
+    for name in _RATIOS:
+        if (ratio := getattr(section, name)) is not None:
+            words[name] = f"{ratio:g}"
+    return words
 
 
 def _is_number(text: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain import __version__
 from difftrain.config.hub_ids import name_of
+from difftrain.config.kohya_network import network_arguments
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, RunFacts
 
@@ -66,7 +67,7 @@ def kohya_keys(
     Folders and files are named without their paths.
     """
     values = _of_the_run(cfg, facts, saved_at) | {"base_model_version": base_version}
-    values |= _of_the_settings(cfg) | dict(objective) | _of_the_data(cfg, facts)
+    values |= _of_the_settings(cfg) | dict(objective) | _of_the_data(cfg, facts) | _of_the_network(cfg)
     return {f"ss_{name}": _text(value) for name, value in values.items()}
 
 
@@ -92,7 +93,7 @@ def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
     training, optimizer, model = cfg.training, cfg.optimizer, cfg.model
     return {
         "learning_rate": optimizer.learning_rate,
-        "unet_lr": optimizer.learning_rate,
+        "unet_lr": optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr,
         "text_encoder_lr": [optimizer.learning_rate_te1, optimizer.learning_rate_te2]
         if model.train_text_encoder
         else None,
@@ -112,6 +113,19 @@ def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
         "cache_latents": cfg.cache.latents or cfg.cache.latents_to_disk,
         "ema_decay": cfg.ema.decay if cfg.ema.enable else None,
         "ema_profiles": list(cfg.ema.profiles) or None,
+    }
+
+
+def _of_the_network(cfg: TrainConfig) -> dict[str, Any]:
+    """Say of an adapter what its tensors do not; module, rank and alpha are written with these."""
+    section = cfg.adapter
+    if section.type is None:
+        return {}
+    words = network_arguments(section)
+    return {
+        "network_dropout": section.dropout or None,
+        "scale_weight_norms": section.scale_weight_norms,
+        **({"network_args": words} if words else {}),
     }
 
 

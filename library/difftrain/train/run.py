@@ -120,7 +120,7 @@ def _run(
     )  # looked at once it is here: before a device is touched nothing can be waited for together
     check(cfg, make_family(cfg), fetches, full=False)
     if not fetches and not cfg.cache.only:
-        require_fit(cfg, launch.size)
+        require_fit(cfg, launch)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -152,7 +152,7 @@ def _run(
         local, pins = fetch(session.cfg, ranks, session.pins)
         if fetches:
             check(local, make_family(local), full=False)
-            require_fit(local, launch.size)
+            require_fit(local, launch)
         session = replace(session, record=replace(session.record, hub=pins))
         this = assemble(session.cfg, argv, device, ranks, session, local)
         this.uploads, this.notices = uploads, notices

@@ -12,7 +12,8 @@ import pytest
 
 from difftrain.config.parse_flags import parse
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.contracts import ConfigFault
+from difftrain.contracts import ConfigFault, RunFacts
+from difftrain.models.metadata import kohya_keys
 
 MODULE = "--network_module=networks.lora"
 
@@ -80,6 +81,29 @@ def test_convolutions_and_blocks(line: list[str]) -> None:
     assert re.fullmatch(excluded, "down_blocks.1.attentions.0.proj_in") and not re.fullmatch(
         excluded, "mid_block.attentions.0.proj_in"
     )
+
+
+def test_a_headers_words_are_those_that_make_the_same_adapter(line: list[str]) -> None:
+    """What files say as ss_network_args, given as --network_args again, and what they say beside it."""
+    dims = ",".join(["0"] * 11 + ["8"] + ["3"] * 11)
+    for words in (
+        ["conv_dim=2", "conv_alpha=0.5"],
+        [f"block_dims={dims}"],
+        ["loraplus_lr_ratio=16", "loraplus_unet_lr_ratio=2.5"],
+        [],
+    ):
+        lora = [MODULE, "--network_dim=4"]
+        more = ["--network_dropout=0.25", "--scale_weight_norms=1"]
+        cfg = config(line, *lora, *more, *(["--network_args", *words] if words else []))
+        stored = kohya_keys(cfg, RunFacts(1, 1, 2, 1, 2, 0.0), 0.0, "sdxl", {})
+        found = json.loads(stored.get("ss_network_args", "{}"))
+        assert found.keys() >= {word.partition("=")[0] for word in words} and bool(found) == bool(words)
+        again = [f"{key}={value}" for key, value in found.items()]
+        same = config(line, *lora, *more, *(["--network_args", *again] if again else []))
+        assert same.adapter == cfg.adapter
+        assert (stored["ss_network_dropout"], stored["ss_scale_weight_norms"]) == ("0.25", "1.0")
+    plain = kohya_keys(config(line), RunFacts(1, 1, 2, 1, 2, 0.0), 0.0, "sdxl", {})
+    assert not any("network" in key for key in plain)
 
 
 def test_lycoris_algorithms_are_our_types(line: list[str]) -> None:

@@ -28,6 +28,10 @@ OPTIMIZERS = (
 TORCH_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
+# each weight from its own gradient and state alone, so that it can be updated while others still wait for theirs
+UPDATED_ALONE = tuple(
+    name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS) if name not in ("oss", *ADAPTIVE, *SCHEDULE_FREE, *ASCEND)
+)
 # of other trainers: known and not built yet -> what to take; and those that mean one of ours -> it, and why
 OPTIMIZERS_LATER = {
     "stableadamw": "AdamW", "came": "Adafactor", "offload": "AdamW8bit",

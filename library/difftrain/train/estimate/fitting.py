@@ -2,21 +2,34 @@
 
 Savers are added one after another, what costs least first: those that keep every bit before those that round, and those
 that only compute or copy more before what trains another way. Each is planned on tensors without content, as
-`--dry_run` plans the run itself.
+`--dry_run` plans the run itself. A start plans on one process of each machine, once for a configuration: what came out is kept
+in the user's cache folder, where the other processes look it up.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from difftrain import __version__
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import datasets_of
+from difftrain.config.paths import user_cache
+from difftrain.config.schema import names
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, ConfigFault, Family, Fault
 from difftrain.device.block_swap import most_waiting, movable_bytes, plan_swap
+from difftrain.distributed.launch import Launch
+from difftrain.io.files import read_json_object, write_json
 from difftrain.models.registry import make_family
 from difftrain.train.estimate.footprint import (
     GIB,
@@ -54,7 +67,8 @@ def _few_bits(cfg: TrainConfig) -> bool:
 
 def _updates_alone(cfg: TrainConfig) -> bool:
     plain = cfg.training.accumulation == 1 and cfg.training.mixed_precision != "fp16"
-    return plain and _is_alone(cfg) and cfg.optimizer.type.lower() in ("adamw", "adafactor", "lion")
+    name = names.proper(cfg.optimizer.type.removeprefix("torch.optim."), names.UPDATED_ALONE)
+    return plain and _is_alone(cfg) and name and not cfg.optimizer.schedulefree_wrapper
 
 
 _SWAP = "memory.swap_blocks"
@@ -126,13 +140,19 @@ def usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
     return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit), frames), cfg.training.batch_size
 
 
+class Total(NamedTuple):
+    """What a plan came to, where no more of it is known."""
+
+    total: float
+
+
 @dataclass(frozen=True)
 class Fitting:
     """A run on a device of so much memory: as it is asked for, and with savers that were added. added: by field."""
 
     gib: float
-    asked: Plan
-    best: Plan
+    asked: Plan | Total
+    best: Plan | Total
     added: Mapping[str, Any]
 
     @property
@@ -168,12 +188,15 @@ def fitted(cfg: TrainConfig, bucket: Bucket, ranks: int = 1) -> Fitting:
             break
         if not saver.fits(best.cfg):
             continue
+        if "training.full_precision" in saver.fields and cfg.memory.swap_blocks and not cfg.holds_base:
+            continue  # blocks of fp32 take turns
         if _SWAP in saver.fields:
             swaps = True
         else:
             added |= saver.fields
             # blocks that wait are chosen anew: as few as are needed with this one
             without = {_SWAP: cfg.memory.swap_blocks} if swaps else {}
+            swaps = swaps and not ("training.full_precision" in saver.fields and not cfg.holds_base)
             best = planned(changed(best.cfg, {**saver.fields, **without}), bucket, ranks)
             added.pop(_SWAP, None)
         if swaps and best.total > limit:
@@ -201,9 +224,62 @@ def fault(fitting: Fitting) -> Iterator[Fault]:
         yield Fault(option("memory.memory_gib"), what, fitting.remedy())
 
 
-def require_fit(cfg: TrainConfig, ranks: int = 1) -> None:
+def require_fit(cfg: TrainConfig, launch: Launch) -> None:
     """Plan a run that says how much memory its device has, by the size that it names. Raises ConfigFault where it does not fit."""
-    if cfg.memory.memory_gib is not None:
-        bucket, _ = usual_bucket(cfg, make_family(cfg))
-        if faults := list(fault(fitted(cfg, bucket, ranks))):
-            raise ConfigFault(faults)
+    if cfg.memory.memory_gib is None:
+        return
+    family: Any = make_family(cfg)
+    bucket, _ = usual_bucket(cfg, family)
+    if faults := list(fault(_looked_up(cfg, family, bucket, launch))):
+        raise ConfigFault(faults)
+
+
+_KEPT = 100  # plans in the cache folder
+_PATIENCE_S = 120.0  # of processes that wait for the one that plans
+log = logging.getLogger("difftrain")
+
+
+def _looked_up(cfg: TrainConfig, family: Any, bucket: Bucket, launch: Launch) -> Fitting:
+    """Return what was planned for this configuration before, or by this machine's first process; else plan."""
+    file = user_cache() / "plans" / f"{_plan_key(cfg, family, bucket, launch.size)}.json"
+    until = time.monotonic() + (_PATIENCE_S if launch.local_rank else 0.0)
+    while True:
+        if (kept := _as_kept(read_json_object(file))) is not None:
+            return kept
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.2)
+    fitting = fitted(cfg, bucket, launch.size)
+    if launch.local_rank == 0:
+        content = {
+            "gib": fitting.gib,
+            "asked": fitting.asked.total,
+            "best": fitting.best.total,
+            "added": dict(fitting.added),
+        }
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            for old in sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[: -_KEPT + 1]:
+                old.unlink(missing_ok=True)
+            write_json(file, content)
+        except OSError as error:
+            log.debug("the plan is not kept: %s", error)
+    return fitting
+
+
+def _as_kept(content: dict[str, Any] | None) -> Fitting | None:
+    """Return what a file of the cache folder says; None where it is none."""
+    try:
+        gib, asked, best = (float(content[name]) for name in ("gib", "asked", "best"))  # type: ignore[index]
+        return Fitting(gib, Total(asked), Total(best), dict(content["added"]))  # type: ignore[index]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _plan_key(cfg: TrainConfig, family: Any, bucket: Bucket, ranks: int) -> str:
+    """Hash all that a plan depends on: the configuration, and what the model at its paths is."""
+    free = cfg.model_dump(mode="json", exclude={"save", "logging", "sample", "metadata", "hub", "eval"})
+    package = Path(__file__).parents[2]
+    code = sum(path.stat().st_mtime_ns for path in package.rglob("*.py"))  # of those who change it
+    about = [__version__, torch.__version__, code, free, family.architecture(), list(bucket), ranks]
+    return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
