@@ -418,7 +418,7 @@ def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
         "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
         "data.frame_buckets", "data.video_clip_mode",
         # by rates.part_rates
-        "optimizer.unet_lr", "optimizer.text_encoder_lr",
+        "optimizer.text_encoder_lr",
         # by rates.second_factor_ratio
         "adapter.loraplus_lr_ratio", "adapter.loraplus_unet_lr_ratio", "adapter.loraplus_text_encoder_lr_ratio",
         # by models.weights.find, by number
