@@ -46,6 +46,9 @@ SIBLINGS = {
     "flux_kontext": "flux",
     "qwen_image_edit_plus": "qwen_image_edit",
     "wan_flf2v": "wan_i2v",
+    "wan_2_2": "wan",
+    "wan_2_2_i2v": "wan_i2v",
+    "wan_2_2_5b": "wan",
 }
 # those whose operators are another's, too
 SIBLINGS_ON_DEVICES = SIBLINGS | {

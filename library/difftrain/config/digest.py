@@ -46,7 +46,7 @@ NAMED = frozenset({
 })  # fmt: skip
 # fields that came after version 0.5: at their default they are left out, so that its runs are known again
 ADDED = frozenset({
-    "model.guidance", "model.first_frame_conditioning_p", "model.train_only", "model.base_dtype", "data.split", "data.max_samples", "loss.min_snr_plus_one",
+    "model.guidance", "model.first_frame_conditioning_p", "model.expert", "model.train_only", "model.base_dtype", "data.split", "data.max_samples", "loss.min_snr_plus_one",
     "ema.ramp",
     "adapter.type", "adapter.rank", "adapter.alpha", "adapter.use_rslora", "adapter.dropout", "adapter.target_modules",
     "adapter.exclude_modules", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.decompose_factor",

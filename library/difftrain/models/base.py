@@ -127,7 +127,7 @@ class BaseFamily(Description):
 
     def remarks(self) -> list[str]:
         """Return more sentences to print at start."""
-        return []
+        return [] if self.expert is None else [self.expert.about()]
 
     def architecture(self) -> dict[str, Any]:
         """Return the sizes of all parts, as --init_from_config=FILE.json takes them."""

@@ -28,7 +28,7 @@ from difftrain.device.quantised import widened
 from difftrain.models import build as known
 from difftrain.models import passes, routing
 from difftrain.models.build import possible
-from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
+from difftrain.models.facts import Agree, Bound, Expert, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES
 from difftrain.models.row import CLIP_TARGETS, FamilyRow
@@ -70,7 +70,7 @@ class Description:
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
     draws_trained_size: a prompt without a size is drawn in that of the training.
     processor: folder with what an encoder that sees does to images. frames_encoder: the part that sees the frames which the
-    denoiser is shown (row.shown_frames of them), where one does.
+    denoiser is shown (row.shown_frames of them), where one does. experts: by name, of a model that has several denoisers.
     """
 
     name: str
@@ -104,6 +104,7 @@ class Description:
     draws_trained_size: bool = True
     processor: str = "processor"
     frames_encoder: str = ""
+    experts: Mapping[str, Expert] = {}
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg = cfg
@@ -132,7 +133,14 @@ class Description:
 
     def folder(self, part: str) -> str:
         """Return a part's folder in diffusers' layout, which is its section in a file of sizes."""
+        if self.expert is not None and part == self.denoiser:
+            return self.expert.folder
         return self.folders.get(part, part)
+
+    @property
+    def expert(self) -> Expert | None:
+        """Say which of several denoisers is trained; None: there is one."""
+        return self.experts.get(self.cfg.model.expert) if self.experts else None
 
     @cached_property
     def rates(self) -> Mapping[str, float]:
@@ -253,7 +261,10 @@ class Description:
 
     def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
         """Return the host draws of the objective."""
-        return flow.draws(latent, flow.time_of(self.cfg.flow, self.token, self.shift, self.vae.frames))
+        time = flow.time_of(self.cfg.flow, self.token, self.shift, self.vae.frames)
+        if (expert := self.expert) is not None:
+            time = replace(time, min_t=max(time.min_t, expert.low), max_t=min(time.max_t, expert.high))
+        return flow.draws(latent, time)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

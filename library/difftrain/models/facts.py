@@ -162,6 +162,21 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One of several denoisers of a model, which is trained by itself. folder: where it lies. low, high: of its times."""
+
+    folder: str
+    low: float
+    high: float
+
+    def about(self) -> str:
+        """Return what is to be said of a run that trains it."""
+        return (
+            f"the expert of times {self.low} to {self.high} is trained ({self.folder}); samples are drawn by it alone"
+        )
+
+
+@dataclass(frozen=True)
 class FamilyOption:
     """A setting that few families know. field: of the configuration. meaning: one line for docs and messages."""
 

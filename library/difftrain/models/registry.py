@@ -50,7 +50,7 @@ FAMILIES: dict[str, FamilyRow] = {
         network="StableDiffusion1",
         target="difftrain.models.families.sd1:SD1",
         pipeline="StableDiffusionPipeline",
-        told_by=("unet.use_linear_projection", False),
+        told_by=(("unet.use_linear_projection", False),),
         parts={
             "unet": "diffusers:UNet2DConditionModel",
             "vae": "diffusers:AutoencoderKL",
@@ -70,7 +70,7 @@ FAMILIES: dict[str, FamilyRow] = {
         network="StableDiffusion2",
         target="difftrain.models.families.sd2:SD2",
         pipeline="StableDiffusionPipeline",
-        told_by=("unet.use_linear_projection", True),
+        told_by=(("unet.use_linear_projection", True),),
         parts={
             "unet": "diffusers:UNet2DConditionModel",
             "vae": "diffusers:AutoencoderKL",

@@ -27,7 +27,8 @@ class FamilyRow:
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
     order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
     sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports.
-    told_by: ("part.argument", value) in a folder's config.json, where families share a pipeline; True, False: whether it is there.
+    told_by: ("part.argument", value) in a folder's config.json, or ("model_index.argument", value), where families share a
+    pipeline; True, False: whether it is there.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
     another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
@@ -53,7 +54,7 @@ class FamilyRow:
     shown_frames: int = 0  # of a clip, that the denoiser is shown: 1, the first; 2, the last, too
     control_least: int = 1  # of these, where it is shown any: 0 of a model that also draws from captions alone
     pipeline_module: str = "diffusers"
-    told_by: tuple[str, Any] | None = None
+    told_by: tuple[tuple[str, Any], ...] = ()
     takes: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[str, str]] = {
             "train_type", "num_layers", "transformer", "tokenizer1", "tokenizer2", "tokenizer3", "tokenizer4",
             "text_encoder1", "text_encoder2", "text_encoder3", "text_encoder4", "t5_max_length", "llm_max_length",
             "t5_attention_mask", "enable_uncond_text_dropout", "uncond_text_dropout_prob", "guidance", "train_only",
-            "first_frame_conditioning_p",
+            "first_frame_conditioning_p", "expert",
         )), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(("loss.text_recon_gamma", "loss.text_recon_target_layer"), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(("data.frame_buckets", "data.framerate"),

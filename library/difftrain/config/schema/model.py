@@ -57,6 +57,10 @@ class ModelSection(Section):
     first_frame_conditioning_p: Share = Field(
         0.0, description="how often a clip's first frame is given, almost without noise and without a loss"
     )
+    expert: Literal["high", "low"] = Field(
+        "high",
+        description="which expert of Wan 2.2 is trained: that of high noise or of low noise; each is a run of its own",
+    )
     t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
     enable_uncond_text_dropout: bool = Field(
         False, description="zeros in place of a text encoder's outputs, by chance for each"

@@ -143,6 +143,7 @@ KEYS: tuple[Row, ...] = (
     key("debiased_estimation_loss", "loss model", "loss.debiased_estimation"),
     key("cache_text_embeddings", "cache model", "cache.text_to_disk"),
     key("guidance", "model", "model.guidance"),
+    key("expert", "model", "model.expert"),
     key("first_frame_conditioning_p", "model", "model.first_frame_conditioning_p"),
     key("transformer_path", "model", "model.transformer"),
     key("diffusion_model", "model", "model.transformer", "the same as transformer_path"),

@@ -40,7 +40,9 @@ class WanI2V(Wan):
 
     def contexts(self, conditions: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the text, filled up to the length that the blocks count on, and the states of each image."""
-        text, seen = conditions["tokens"], conditions[SEEN]
+        text, seen = conditions["tokens"], conditions.get(SEEN)
+        if seen is None:  # Wan 2.2 has no image encoder
+            return (text,)
         text = torch.nn.functional.pad(text, (0, 0, 0, _TEXT - text.shape[1]))
         return text, seen.unflatten(1, (self.row.shown_frames, -1)).flatten(0, 1)
 

@@ -21,6 +21,7 @@ from difftrain.models.registry import FAMILIES
 from difftrain.models.weights import infer
 from difftrain.models.weights.bounds import count_fault
 from difftrain.models.weights.files import read_json
+from difftrain.models.weights.identify import is_told
 from difftrain.models.weights.part_files import PartFiles, PartInFile, SingleFile
 from difftrain.models.weights.source import INITS, WeightSource, counted
 
@@ -198,7 +199,10 @@ def shipped_sizes(family: Description, choice: str, where: str = "") -> dict[str
             .joinpath("sizes_shipped", f"{family.name}.{choice}.json")
             .read_text("utf-8")
         )
-        return json.loads(text)
+        content = json.loads(text)
+        if family.denoiser in content:  # one of several experts has another folder
+            content[family.folder(family.denoiser)] = content.pop(family.denoiser)
+        return content
     content = _read_sizes(choice, where or option("model.init_from_config"), family.row.sizes, sections)
     problems = section_faults(family, content, choice)
     if not problems:
@@ -306,22 +310,28 @@ def _is_of_another(kind: str, family: Description) -> bool:
 
 def _sibling_faults(root: Path, family: Description) -> list[Fault]:
     """Say where a folder is of another family of the same pipeline."""
-    path_of_marker, own = family.row.told_by or ("", None)
-    part, _, argument = path_of_marker.partition(".")
-    config = read_json(root / family.folder(part) / "config.json") if part else {}
-    if not config:
+    row = family.row
+
+    def read(name: str) -> Mapping[str, Any]:
+        return read_json(root / name)
+
+    has_configs = all(
+        read(f"{folder}/config.json")
+        for folder in {part.partition(".")[0] for part, _ in row.told_by} - {"model_index"}
+    )
+    if is_told(row, read) or not has_configs:
         return []
-    value = known.complete(family.parts[part], known.accepted(family.parts[part], config)).get(argument)
-    value = bool(value) if isinstance(own, bool) else value
-    rows = {name: row for name, row in FAMILIES.items() if row.told_by == (path_of_marker, value) and value != own}
+    differs = ", ".join(
+        f"{path.partition('.')[2]} {'present' if value is True else value or 'absent'}" for path, value in row.told_by
+    )
     return [
         Fault(
             family.where("pretrained"),
-            f"{root} holds {row.title}, not {family.row.title}",
-            f"type = {name!r} trains it; {family.row.title} has {argument} = {own} in {part}/config.json",
+            f"{root} holds {other.title}, not {row.title}",
+            f"type = {name!r} trains it; a folder of {row.title} has {differs}",
         )
-        for name, row in rows.items()
-        if row.pipeline == family.row.pipeline
+        for name, other in FAMILIES.items()
+        if other.pipeline == row.pipeline and name != family.name and is_told(other, read)
     ]
 
 

@@ -65,12 +65,12 @@ def of_folder(read: Read) -> WeightsIdentity:
 
 def is_told(row: FamilyRow, read: Read) -> bool:
     """Tell a family from others of its pipeline by an argument of a part."""
-    told_by = row.told_by
-    if told_by is None:
-        return True
-    path_of_marker, expected = told_by
+    return all(_is(argument, value, read) for argument, value in row.told_by)
+
+
+def _is(path_of_marker: str, expected: Any, read: Read) -> bool:
     part, _, argument = path_of_marker.partition(".")
-    config = read(f"{part}/config.json") or {}
+    config = read(f"{part}.json" if part == "model_index" else f"{part}/config.json") or {}
     value = config.get(argument, False)
     return bool((bool(value) if isinstance(expected, bool) else value) == expected)
 
