@@ -30,6 +30,7 @@ FREE = frozenset({
     "training.gradient_checkpointing", "training.checkpoint_blocks", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
     "training.fused_attention", "training.attention", "training.max_skipped_steps", "training.only_warn",
     "memory", "training.engine", "fsdp", "deepspeed", "training.device", "training.threads", "training.performance",
+    "training.sequence_parallel",
     "training.pipeline_stages", "training.pipeline_schedule", "training.partition_method", "training.partition_split",
     "training.ddp_timeout_min", "training.ddp_bucket_view", "training.ddp_static_graph",
     "validation.every_n_steps", "validation.every_n_epochs", "validation.max_steps",

@@ -15,6 +15,7 @@ import torch
 from difftrain.device import attend
 from difftrain.device.attend import attention, unfused
 from difftrain.device.patches import PatchHook, Undo
+from difftrain.device.sequence import exchanged
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,6 +57,9 @@ def backend(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
+    share = exchanged()
+    if share is not None:
+        query, key, value = map(share.to_heads, (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if dropout > 0.0:
         out = unfused(q, k, v, mask, causal, scale, why="dropout inside attention", dropout=dropout)
@@ -63,7 +67,7 @@ def _attend(
         out = unfused(q, k, v, mask, causal, scale, why="a mask that is added to the scores")
     else:
         out = attention(q, k, v, mask, causal, scale)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2) if share is None else share.to_tokens(out.transpose(1, 2))
 
 
 def _broadcastable(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -168,6 +172,15 @@ def name_backend(processor: Any, ours: bool, on_npu: bool) -> bool:
     if ours or processor._attention_backend == member:
         processor._attention_backend = member if ours else None
     return True
+
+
+def calls_ours(processor: Any) -> bool:
+    """Tell whether a processor calls the backend above."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    member = getattr(AttentionBackendName, _MEMBER, None)
+    named = member is not None and getattr(processor, "_attention_backend", None) == member
+    return named and _AttentionBackendRegistry._backends[member] is backend
 
 
 # --- The attention function as an attention implementation of transformers' models: the text encoders

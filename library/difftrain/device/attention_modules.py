@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from difftrain.config.spellings.spelling import option
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import patches
 from difftrain.device.attend import attention, takes_fp32
-from difftrain.device.attention_dispatch import name_backend, set_attention
+from difftrain.device.attention_dispatch import calls_ours, name_backend, set_attention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from difftrain.device.sequence import TokenShare
     from difftrain.device.torch_device import Device
 
 
@@ -305,6 +307,22 @@ def use_attention(
         elif name_backend(getattr(part, "processor", None), use_fused or not on_npu, on_npu):
             count += 1
     return f"attention: {_sentence(device, fused, choice, precision, use_fused)}, in {count} modules"
+
+
+def share_tokens(root: nn.Module, share: TokenShare, names: Collection[str]) -> str:
+    """Let modules of these names share the tokens that they attend over; return what is to be said of it.
+
+    Their attention is set before. Raises ConfigFault where their heads cannot be dealt out, or they attend in another way.
+    """
+    modules = share.watch(root, names)
+    if odd := next((module for module in modules if module.heads % share.size), None):
+        what = f"is {share.size}, and {type(odd).__name__} has {odd.heads} heads, which ranks share"
+        raise ConfigFault([Fault(option("training.sequence_parallel"), what, f"a divisor of {odd.heads}")])
+    if other := next((module for module in modules if not calls_ours(getattr(module, "processor", None))), None):
+        what = f"needs this library's attention function, and {type(other).__name__} calls another here"
+        remedy = f"leave {option('training.attention', 'sdpa')} out"
+        raise ConfigFault([Fault(option("training.sequence_parallel"), what, remedy)])
+    return f"sequence: {share.size} ranks share the tokens of each sample, and the heads of {len(modules)} modules"
 
 
 def _kind_of(part: Any) -> type[Any] | None:

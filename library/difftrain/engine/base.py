@@ -26,10 +26,13 @@ from difftrain.contracts import (
     Stats,
     StepObserver,
 )
+from difftrain.device.attention_modules import share_tokens
 from difftrain.device.block_swap import BlockSwap
 from difftrain.device.compiling import compile_blocks, compile_faults
 from difftrain.device.offload import offload_checkpoints
+from difftrain.device.sequence import TokenShare, sharing
 from difftrain.diffusion.draws import module_seed
+from difftrain.distributed.groups import group_of_neighbours
 from difftrain.engine import ddp
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.half_precision import make_master_weights
@@ -63,7 +66,15 @@ class BaseEngine:
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
-        self.dp_rank, self.dp_size, self.is_logger = ranks.rank, ranks.size, ranks.is_logger
+        self.is_logger = ranks.is_logger
+        self._token_share: TokenShare | None = None
+        if (shared := cfg.training.sequence_parallel) > 1:
+            group = group_of_neighbours(shared, ranks.rank, ranks.size, cfg.training.ddp_timeout_min)
+            self._token_share = TokenShare(group)
+        together = 1 if self._token_share is None else self._token_share.size
+        self.dp_rank, self.dp_size = ranks.rank // together, ranks.size // together
+        if self._token_share is not None:
+            self.leads, self.repeats = self._token_share.rank == 0, False
         self.position = 0  # updates done or skipped
         self._terms = LossTerms()
         # what ranks with fewer batches run for nothing, where every forward takes all ranks
@@ -129,6 +140,8 @@ class BaseEngine:
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
         groups = self._param_groups()
         self._wrapped: Any = self.root
+        if self._token_share is not None:
+            parts.notes.append(share_tokens(self.root, self._token_share, getattr(family, "sequence", ())))
         self.optimizer = self._assemble(groups, make_optimizer, warm)
         self._master_weights.attach(self.optimizer, self.ranks)
         if self.block_swap is not None:
@@ -183,8 +196,9 @@ class BaseEngine:
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:
-        terms = self._forward(batch, self._wrapped)
-        add(value for name, value in terms.items() if is_loss(name)).backward()
+        with sharing(self._token_share):
+            terms = self._forward(batch, self._wrapped)
+            add(value for name, value in terms.items() if is_loss(name)).backward()
         check_gradients(self._master_weights.missing_gradients())
 
     # ------------------------------------------------------------------ stepping
@@ -239,7 +253,7 @@ class BaseEngine:
         """
         for number, batch in enumerate(micro):
             last = number + 1 == len(micro)
-            with nullcontext() if last else self._unsynchronised():
+            with nullcontext() if last else self._unsynchronised(), sharing(self._token_share):
                 self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
                 if self._observer is not None:
                     self._observer.before_forward(number, batch)
@@ -247,6 +261,8 @@ class BaseEngine:
                 loss, vector = self._terms.loss(terms, counts), self._terms.vector(terms)
                 if batch.idle:
                     loss, vector = loss * 0.0, torch.zeros_like(vector)
+                if self._token_share is not None:  # each has all of the loss: it counts once
+                    loss, vector = loss / self._token_share.size, vector * self.leads
                 sums.append(vector)
                 if last and self._update.needs_loss:
                     self._update.ready(total)
@@ -325,6 +341,8 @@ class BaseEngine:
     def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]:
         """Return the global sums of the loss terms, and their total; ranks may have different shares, or none."""
         sums = self._evaluated(micro)
+        if sums is not None and self._token_share is not None:
+            sums = sums * self.leads
         return {} if sums is None else self._terms.sums(self.ranks.sum_(sums))
 
     @torch.no_grad()
@@ -339,7 +357,10 @@ class BaseEngine:
     def _evaluated(self, micro: list[Batch]) -> Tensor | None:
         """Return this rank's sums of the terms; None where it is the only one and has nothing to evaluate."""
         idle = max(self.ranks.gather(len(micro))) - len(micro) if self._spare else 0
-        with self._evaluating():  # around both: what is freed between is gathered once more, by every rank or by none
+        with (
+            self._evaluating(),
+            sharing(self._token_share),
+        ):  # around both: what is freed between is gathered once more, by every rank or by none
             for _ in range(idle):
                 self._forward(self._spare[0], self.root)
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]

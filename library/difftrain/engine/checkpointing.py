@@ -111,7 +111,8 @@ class CheckpointedEngine(BaseEngine):
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Extent]]:
         """Return what this rank writes of tensors that lie as its weights do, and which of it are pieces."""
-        return tensors if self.dp_rank == 0 else {}, {}
+        first = self.dp_rank == 0 and (self._token_share is None or self.leads)
+        return tensors if first else {}, {}
 
     def reserve_snapshot(self) -> Callable[[], None]:
         """Take the memory of snapshots before the first one; return what touches it, as another thread may. As `snapshot`."""

@@ -21,7 +21,7 @@ class NativeEngine(CheckpointedEngine):
     name = "native"
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
-        if self.dp_size > 1 and not self._fused:
+        if self.ranks.size > 1 and not self._fused:
             self._wrapped = ddp.wrap(self.root, self.device, self.cfg.training, self.parts.base)
             ddp.warm_up(self.root, warm[0], self._dummy_backward)
         return self._optimizer_for(groups, make_optimizer)
@@ -33,7 +33,7 @@ class NativeEngine(CheckpointedEngine):
     def _make_update(self, groups: list[Group]) -> Update:
         if not self._fused:
             return super()._make_update(groups)
-        if self.dp_size > 1 and ddp.has_statistics(self.root):
+        if self.ranks.size > 1 and ddp.has_statistics(self.root):
             what = "has running statistics, which ranks can only share when updates follow the backward pass"
             remedy = f"leave {option('optimizer.fused_backward', True)} and {option('optimizer.fused_groups')} out"
             raise ConfigFault([Fault("model", what, remedy)])

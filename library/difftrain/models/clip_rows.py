@@ -20,7 +20,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         encoders=("umt5",),
         tasks=("text-to-video", "text-to-image"),
         clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only",),
+        takes=("model.train_only", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "wan_i2v": flow_row(
@@ -39,7 +39,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         tasks=("image-to-video",),
         shown_frames=1,
         clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only",),
+        takes=("model.train_only", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "wan_flf2v": flow_row(
@@ -58,7 +58,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         tasks=("image-to-video",),
         shown_frames=2,
         clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only",),
+        takes=("model.train_only", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "wan_2_2": flow_row(
@@ -149,7 +149,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         tasks=("text-to-video", "image-to-video", "text-to-image"),
         clips=ClipFacts(fps=25, every=8),
         multiple=32,
-        takes=("model.train_only", "model.first_frame_conditioning_p"),
+        takes=("model.train_only", "model.first_frame_conditioning_p", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 128},
     ),
 }  # fmt: skip

@@ -66,6 +66,7 @@ class Description:
     where other classes say a side of them), one_file (of all parts in the
     original layout), as_trained (folder of an export with the
     denoiser as it is trained, where the export's is another).
+    sequence: names of the modules that attend over image tokens alone, which ranks may share; then there is `timed`.
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
     draws_trained_size: a prompt without a size is drawn in that of the training.
@@ -87,6 +88,7 @@ class Description:
     silent: str = ""
     keep_wide: str = ""
     leaving: str = r"norm_out\b|proj_out\b"
+    sequence: tuple[str, ...] = ()
     lora: Lora = Lora()
     options: tuple[FamilyOption, ...] = ()
     vae_scales: Mapping[str, Any] | None = MappingProxyType({})

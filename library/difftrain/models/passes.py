@@ -16,10 +16,13 @@ import torch
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.device import sequence
 from difftrain.models.routing import Kept, chosen, returned
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from difftrain.device.sequence import TokenShare
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,21 @@ def run(
     family: Blocks, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: PassPlan = _PLAIN
 ) -> PassOutputs:
     """Predict. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
-    underway = entered(family.enter(net, x_t, t, conditions), plan)
+    tokens, share = family.enter(net, x_t, t, conditions), sequence.active()
+    underway = entered(tokens if share is None else own_tokens(family, tokens, share), plan)
     for number, (name, block) in enumerate(blocks_of(family, net), start=1):
         underway = passed(family, net, number, block, underway, plan, name.rpartition(".")[0])
+    if share is not None:
+        underway = replace(underway, tokens=replace(tokens, image=share.gathered(underway.tokens.image)))
     return left(family, net, underway, plan)
+
+
+def own_tokens(family: Any, tokens: Tokens, share: TokenShare) -> Tokens:
+    """Take this rank's run of the image tokens, with their positions and, where each has its own, times."""
+    share.begin(tokens.image.shape[1])
+    rope = None if tokens.rope is None else tuple(map(share.own, tokens.rope))
+    temb = share.own(tokens.temb) if family.timed(tokens) else tokens.temb
+    return replace(tokens, image=share.own(tokens.image), rope=rope, temb=temb)
 
 
 def entered(tokens: Tokens, plan: PassPlan) -> Underway:

@@ -117,7 +117,7 @@ class Drawing:
         engine = self._model.engine
         draws = engine.dp_rank == 0 or engine.all_forward
         with heartbeat(self._ranks, draws):
-            if draws and engine.leads:
+            if draws and (engine.leads or engine.all_forward):
                 self._draw_here(at)
             elif draws:
                 with self._model.averages.drawable()[0], engine.drawing():

@@ -168,7 +168,7 @@ class Evaluating:
 
     def _gather(self, value: Any) -> list[Any]:
         """Return every replica's value: its other ranks, if it has several, have the same."""
-        return self._ranks.gather(value)[: self._model.engine.dp_size]
+        return [own for leads, own in self._ranks.gather((self._model.engine.leads, value)) if leads]
 
     def _batches(self, eval_set: EvaluationSet) -> Iterator[Batch]:
         """Load this rank's batches, and bring them to the device once for all looks at them."""

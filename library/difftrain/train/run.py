@@ -406,7 +406,7 @@ def warm_batches(
     cfg: TrainConfig, data: Data, plan: EpochPlan, family: Family, parts: Parts, engine: Engine
 ) -> list[Batch]:
     """Return one real micro batch where several ranks need it to settle the order of their sums."""
-    if engine.dp_size == 1:
+    if engine.dp_size == cfg.training.sequence_parallel == 1:
         return []
     here = cfg.model_copy(update={"data": cfg.data.model_copy(update={"workers": 0})})
     first = max(0, plan.total_steps(0))  # where a resume began an epoch anew the data may begin behind step 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difftrain.config.hidden_imports import is_installed
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.pipeline import pipeline, processes_started, undivided
+from difftrain.config.rules.pipeline import pipeline, processes_started, sequence, undivided
 from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
@@ -387,4 +387,4 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
         yield Finding(("model.train_text_encoder", _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
-ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed, pipeline)
+ENGINE_RULES: tuple[Rule, ...] = (engine_companions, installed, accelerate, fsdp, deepspeed, pipeline, sequence)

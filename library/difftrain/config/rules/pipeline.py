@@ -14,6 +14,7 @@ from difftrain.config.schema.validate import default_of
 from difftrain.config.spellings.spelling import option
 
 _ENGINE, _TYPE = "training.engine", "optimizer.type"
+_SEQUENCE = "training.sequence_parallel"
 _STAGES, _SCHEDULE = "training.pipeline_stages", "training.pipeline_schedule"
 _METHOD, _SPLIT = "training.partition_method", "training.partition_split"
 
@@ -83,6 +84,29 @@ def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             f"{100 * share:.0f} % of the time for one another"
         )
         yield Finding((_STAGES,), what, f"{option('training.accumulation')}={4 * stages} waits less", note=True)
+
+
+def sequence(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
+    """What ranks that share the tokens of a sample cannot go with."""
+    training, size = cfg.training, cfg.training.sequence_parallel
+    if size == 1:
+        return
+    world = processes_started()
+    if world and not cfg.cache.only and world % size:
+        remedy = f"start {size} processes or a multiple of that (torchrun), or leave it out"
+        yield Finding((_SEQUENCE,), undivided(world, f"groups of {size}"), remedy)
+    remedy = f"leave it out, or {option(_SEQUENCE)}=1"
+    for field, value in (
+        (_ENGINE, training.engine not in ("native", "fsdp") and training.engine),
+        (_STAGES, training.pipeline_stages > 1),
+        ("training.compile", training.compile),
+        ("optimizer.fused_backward", cfg.optimizer.fused_backward),
+        ("optimizer.fused_groups", cfg.optimizer.fused_groups),
+        ("logging.trace", cfg.logging.trace),
+        ("repa.encoder", cfg.repa.encoder),
+    ):
+        if value:
+            yield Finding((field, _SEQUENCE), f"cannot be used with {option(_SEQUENCE)}={size}", remedy)
 
 
 def processes_fault(cfg: TrainConfig, world: int) -> tuple[str, str] | None:

@@ -48,6 +48,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "optimizer.unet_lr": ("{name} has no UNet", "the learning rate itself is the transformer's"),
     "optimizer.block_lr": ("names blocks of a UNet, and {name} has none", "one learning rate for all blocks"),
     "captions.weighted": ("weighs tokens of CLIP's chunks, which {name} has not", "leave it out"),
+    "training.sequence_parallel": (
+        "shares tokens where blocks attend over them apart from text, and those of {name} do not",
+        "leave it out; fsdp and pipeline_stages divide the model",
+    ),
     **dict.fromkeys(("flow", "repa", "tread", "patch_masking"), (_ALONE, _OR_TYPE)),
     **dict.fromkeys(
         (f"model.{field}" for field in (

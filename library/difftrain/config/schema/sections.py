@@ -142,8 +142,8 @@ class TrainConfig(Section):
         return self.adapter.type is not None or bool(self.model.train_only)
 
     def replicas(self, world: int) -> int:
-        """Return the data-parallel replicas among so many processes: each stage of a pipeline takes one of them."""
-        return max(1, world // self.training.pipeline_stages)
+        """Return the data-parallel replicas among so many processes: stages of a pipeline and ranks that share tokens take one each."""
+        return max(1, world // (self.training.pipeline_stages * self.training.sequence_parallel))
 
     @property
     def export_precision(self) -> Literal["float", "fp16", "bf16"] | None:

@@ -92,6 +92,11 @@ class TrainingSection(Section):
         description="what runs the steps; accelerate: docs/engines.md; fsdp: weights, gradients and optimizer state are"
         " sharded over the devices; unset: native, or accelerate with {deepspeed.enable=true}",
     )
+    sequence_parallel: PositiveInt = Field(
+        1,
+        description="devices that share the tokens of each sample, and the heads of its attention (Ulysses): for long clips, whose"
+        " activations fill one device",
+    )
     pipeline_stages: PositiveInt = Field(1, description="devices over which one model is cut, block by block")
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb"] = Field(
         "1f1b",

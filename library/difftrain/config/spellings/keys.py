@@ -40,6 +40,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("shard", "str", "", "the same as --engine.shard", takes="full|hybrid"),
     Row("shard_size", "str", "", "the same as --engine.shard_size", takes="N"),
     Row("pipeline_stages", "str", "", "the same as --optimization.pipeline_stages", takes="N"),
+    Row("sequence_parallel", "str", "", "the same as --engine.sequence_parallel", takes="N"),
     Row("memory_gib", "str", "", "the same as --memory.memory_gib", takes="GIB"),
     Row("deepspeed", "switch", "?deepspeed", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "?deepspeed_config", "DeepSpeed's JSON (docs/engines.md); with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
@@ -53,6 +54,7 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
 SHORT = {
     "engine": "engine.engine", "shard": "engine.shard", "shard_size": "engine.shard_size",
     "pipeline_stages": "optimization.pipeline_stages", "memory_gib": "memory.memory_gib",
+    "sequence_parallel": "engine.sequence_parallel",
 }  # fmt: skip
 # a key of one may stand in the other
 SWAPPED = {"training": "optimization", "optimization": "training"}
@@ -180,6 +182,7 @@ KEYS: tuple[Row, ...] = (
         "no effect: evaluation keeps to the memory of training", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
     key("pipeline_stages", "optimization -", "training.pipeline_stages"),
+    key("sequence_parallel", "engine optimization -", "training.sequence_parallel"),
     key("pipeline_schedule", "optimization -", "training.pipeline_schedule"),
     key("partition_method", "optimization -", "training.partition_method"),
     key("partition_split", "optimization -", "training.partition_split"),

@@ -37,6 +37,7 @@ class LtxVideo(ModelFamily):
     blocks = ("transformer_blocks",)
     patch = 1
     shift = Shift(dynamic=(1024, 4096, 0.95, 2.05), terminal=0.1)
+    sequence = ("attn1",)
     zero = r"^proj_out\."
     leaving = r"norm_out\b|proj_out\b|scale_shift_table$"
     options = (FamilyOption("model.first_frame_conditioning_p", "how often a clip's first frame is given, not learnt"),)
@@ -80,6 +81,10 @@ class LtxVideo(ModelFamily):
             cos, sin = net.rope(torch.empty(1, 1), *size, rope_interpolation_scale=scale)
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
+
+    def timed(self, tokens: Tokens) -> bool:
+        """Tell whether every token has a time of its own."""
+        return tokens.temb.shape[1] > 1
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block; text stays as it entered."""

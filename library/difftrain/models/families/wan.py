@@ -32,6 +32,7 @@ class Wan(ModelFamily):
     texts = (Text("text_encoder", "tokenizer", "t5", 512, masked=True, mends=True),)
     blocks = ("blocks",)
     shift = Shift(3.0, walks=False)  # of 480p; 720p is drawn with 5
+    sequence = ("attn1",)
     zero = r"^proj_out\."
     leaving = r"norm_out\b|proj_out\b|scale_shift_table$"
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"))
@@ -77,6 +78,10 @@ class Wan(ModelFamily):
             cos, sin = net.rope(x_t)
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
+
+    def timed(self, tokens: Tokens) -> bool:
+        """Tell whether every token has a time of its own."""
+        return tokens.temb.ndim == 4
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block; text stays as it entered."""

@@ -360,6 +360,9 @@ def scaling_lines(
     """
     if ranks == 1 and not asked:
         return
+    if cfg.training.sequence_parallel > 1:
+        yield f"scaling: what ranks exchange with {option('training.sequence_parallel')} is not estimated"
+        return
     cluster, model = Cluster(), size_of(parts.root, family.repeated(parts))
     stages = cfg.training.pipeline_stages
     if stages > 1:

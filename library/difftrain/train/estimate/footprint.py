@@ -283,10 +283,10 @@ def memory_by_ranks(
                 step += FP32 * moving // shards[ranks] if reduces else (FP32 - width) * moving
                 step += 2 * max(sizes, default=0)
             else:
-                # activations of the busiest stage, beside what each step makes of its weights
+                # activations of the busiest stage, or of a share of the tokens, beside what each step makes of its weights
                 kept = sum(item.size for item in items[ranks] if item.in_step)
                 made = sum(item.unsharded for item in items[ranks] if item.in_step)
-                step = round((step - made) * live + kept)
+                step = round((step - made) * live / training.sequence_parallel + kept)
             steps[ranks] = max(0, step)
     return {ranks: DeviceMemory(of, steps[ranks], bucket, batch, swap) for ranks, of in items.items()}
 
