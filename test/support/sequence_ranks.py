@@ -31,7 +31,6 @@ def _differences(name: str, folder: Path, ranks: Any) -> dict[str, float]:
     from difftrain.device import choose
     from difftrain.device.attention_modules import share_tokens, use_attention
     from difftrain.device.sequence import TokenShare, sharing
-    from difftrain.distributed.groups import group_of_neighbours
     from difftrain.models.registry import make_family
     from difftrain.testing.batches import cached_batch
 
@@ -60,7 +59,8 @@ def _differences(name: str, folder: Path, ranks: Any) -> dict[str, float]:
             (loss / (1 if share is None else share.size)).backward()
         return output.detach(), {n: p.grad.clone() for n, p in parts.root.named_parameters() if p.grad is not None}
 
-    share = TokenShare(group_of_neighbours(2, ranks.rank, ranks.size, None))
+    share = TokenShare.among(2, ranks.rank, ranks.size, None)
+    assert share is not None
     sentence = share_tokens(parts.root, share, family.sequence)
     alone, together = run(None), run(share)
     assert "2 ranks" in sentence and share.exchanges and share.lengths[0] != 0

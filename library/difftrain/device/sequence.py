@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,15 @@ class TokenShare:
         self.lengths: list[int] = []  # tokens of each rank, of the sample at hand
         self.attends = False  # a module that attends over all of them runs
         self.exchanges = 0
+
+    @classmethod
+    def among(cls, size: int, rank: int, world: int, timeout_min: float | None) -> TokenShare | None:
+        """Let so many ranks that follow one another share tokens; None: one alone. All ranks call it."""
+        if size == 1:
+            return None
+        timeout = None if timeout_min is None else timedelta(minutes=timeout_min)
+        groups = [dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, world, size)]
+        return cls(groups[rank // size])
 
     def begin(self, tokens: int) -> None:
         """Begin a pass over samples of so many tokens. Raises ValueError where there are too few."""

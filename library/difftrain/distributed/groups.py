@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def group_of_neighbours(size: int, rank: int, world: int, timeout_min: float | None) -> Any:
-    """Make groups of so many ranks that follow one another, and return this rank's; all ranks make all of them."""
-    timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-    groups = [dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, world, size)]
-    return groups[rank // size]
-
-
 class RankGroup:
     """Ranks that have the parts of one model, by their process group; None: all there are."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,12 +31,11 @@ from difftrain.device.compiling import compile_blocks, compile_faults
 from difftrain.device.offload import offload_checkpoints
 from difftrain.device.sequence import TokenShare, sharing
 from difftrain.diffusion.draws import module_seed
-from difftrain.distributed.groups import group_of_neighbours
 from difftrain.engine import ddp
 from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.half_precision import make_master_weights
 from difftrain.engine.update import TOTAL, AfterBackward, LossTerms, Update, add, is_loss
-from difftrain.optim import averages, estimate, inner
+from difftrain.optim import averages, check_optimizer, estimate, inner
 from difftrain.optim.state import NamedState, ScheduleState
 
 if TYPE_CHECKING:
@@ -65,24 +63,18 @@ class BaseEngine:
     sees_gradients = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
-        self.cfg, self.device, self.ranks = cfg, device, ranks
-        self.is_logger = ranks.is_logger
-        self._token_share: TokenShare | None = None
-        if (shared := cfg.training.sequence_parallel) > 1:
-            group = group_of_neighbours(shared, ranks.rank, ranks.size, cfg.training.ddp_timeout_min)
-            self._token_share = TokenShare(group)
-        together = 1 if self._token_share is None else self._token_share.size
+        self.cfg, self.device, self.ranks, self.is_logger = cfg, device, ranks, ranks.is_logger
+        together = cfg.training.sequence_parallel
         self.dp_rank, self.dp_size = ranks.rank // together, ranks.size // together
+        self._token_share = TokenShare.among(together, ranks.rank, ranks.size, cfg.training.ddp_timeout_min)
         if self._token_share is not None:
             self.leads, self.repeats = self._token_share.rank == 0, False
         self.position = 0  # updates done or skipped
         self._terms = LossTerms()
-        # what ranks with fewer batches run for nothing, where every forward takes all ranks
-        self._spare: list[Batch] = []
-        self._swapped = False
+        self._spare: list[Batch] = []  # run for nothing by ranks with fewer, where every forward takes all ranks
         self._observer: StepObserver | None = None
         self.block_swap: BlockSwap | None = None
-        self._looked = False  # at what the first backward of this session shows
+        self._swapped = self._looked = False  # looked: at what the first backward of this session shows
 
     # ------------------------------------------------------------------ building
 
@@ -185,14 +177,7 @@ class BaseEngine:
     def _optimizer_for(self, groups: list[Group], make_optimizer: MakeOptimizer) -> Any:
         """Make the optimizer of what is updated. Raises ConfigFault where it cannot be stepped."""
         optimizer = make_optimizer(self._master_weights.groups(groups))
-        owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        left = sorted(name for name, weight in self._master_weights.updated.items() if id(weight) not in owned)
-        assert not left, f"parameters in no group: {left[:5]}"
-        closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            what = f"{type(optimizer).__name__} evaluates the loss several times a step"
-            remedy = "use an optimizer that evaluates the loss once per step"
-            raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
+        check_optimizer(optimizer, self._master_weights.updated)
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:
@@ -357,10 +342,8 @@ class BaseEngine:
     def _evaluated(self, micro: list[Batch]) -> Tensor | None:
         """Return this rank's sums of the terms; None where it is the only one and has nothing to evaluate."""
         idle = max(self.ranks.gather(len(micro))) - len(micro) if self._spare else 0
-        with (
-            self._evaluating(),
-            sharing(self._token_share),
-        ):  # around both: what is freed between is gathered once more, by every rank or by none
+        # around both: what is freed between is gathered once more, by every rank or by none
+        with self._evaluating(), sharing(self._token_share):
             for _ in range(idle):
                 self._forward(self._spare[0], self.root)
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]

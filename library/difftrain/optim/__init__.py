@@ -10,13 +10,14 @@ The way of an optimizer:
 """
 
 from difftrain.optim.builders import announce, estimate, page_again
-from difftrain.optim.registry import faults, inner, make_optimizer
+from difftrain.optim.registry import check_optimizer, faults, inner, make_optimizer
 from difftrain.optim.schedule import factor_of, make_schedule
 from difftrain.optim.schedule_free import averages
 
 __all__ = [
     "announce",
     "averages",
+    "check_optimizer",
     "estimate",
     "factor_of",
     "faults",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from difftrain.config.schema import names
@@ -107,6 +109,18 @@ def inner(optimizer: Optimizer) -> Optimizer:
     """
     wrapped = getattr(optimizer, "optim", None)
     return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+
+
+def check_optimizer(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
+    """Refuse an optimizer that cannot be stepped once for a backward pass; every weight is in a group. Raises ConfigFault."""
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    left = sorted(name for name, weight in weights.items() if id(weight) not in owned)
+    assert not left, f"parameters in no group: {left[:5]}"
+    closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = f"{type(optimizer).__name__} evaluates the loss several times a step"
+        remedy = "use an optimizer that evaluates the loss once per step"
+        raise ConfigFault([Fault(option("optimizer.type"), what, remedy)])
 
 
 # --- what is wrong with an optimizer section, found before any device is touched
