@@ -64,6 +64,7 @@ def dataset_page(facts: dict[str, Any]) -> str:
             ("pictures", "Images, as they will be cropped", _shots(facts)),
             ("sources", "Sources", _sources(facts["sources"])),
             ("buckets", "Buckets and resolutions", _buckets(facts["buckets"], facts["resolutions"])),
+            ("clips", "Clips", _clips(facts.get("clips"))),
             ("captions", "Captions", _captions(facts["captions"])),
             ("words", "Words", _words(facts["captions"])),
             ("rejected", "Not trained on", _rejected(facts["rejected"])),
@@ -93,7 +94,7 @@ def _sources(sources: list[dict[str, Any]]) -> str:
 def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -> str:
     by_shape = sorted(buckets, key=lambda bucket: (bucket["width"] / bucket["height"], bucket["width"]))
     chart = bar_chart(
-        [f"{bucket['width']}×{bucket['height']}" for bucket in by_shape],
+        [_shape(bucket) for bucket in by_shape],
         [float(bucket["draws_per_epoch"]) for bucket in by_shape],
         x_label="uses per epoch, from tall to wide",
     )
@@ -122,6 +123,30 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
     )
     charts = grid(panel(chart, "Buckets"), panel(histogram, "Resolution of the files"))
     return charts + panel(rows(table), kind="buckets")
+
+
+def _shape(bucket: dict[str, Any]) -> str:
+    frames = bucket.get("frames", 1)
+    return f"{bucket['width']}×{bucket['height']}" + (f"×{frames}" if frames > 1 else "")
+
+
+def _clips(clips: dict[str, Any] | None) -> str:
+    """Show how many frames samples have, and how much of the videos they are."""
+    if not clips:
+        return ""
+    chart = bar_chart(
+        [str(one["frames"]) for one in clips["frames"]],
+        [float(one["samples"]) for one in clips["frames"]],
+        x_label="samples by their frames; 1: images",
+    )
+    rates = ", ".join(clips["rates"])
+    text = (
+        f"{clips['clips']:,} clips, {clips['seconds']:,.0f} s in all, at {rates} frames a second: {clips['used']:.0%} of the frames "
+        f"that {clips['videos']:,} videos have at this rate."
+    )
+    if clips["looked_up"] < clips["clips"]:
+        text += f" Counted over {clips['looked_up']:,} of them."
+    return panel(chart + note(text), "Frames")
 
 
 def _rejected(rejected: dict[str, Any]) -> str:
@@ -276,11 +301,15 @@ def _pair(card: dict[str, Any]) -> str:
     frame = ";".join(f"{side}:{100 * share:.2f}%" for side, share in shares.items())
     name, images = escape(card["name"]), card["images"]
     result = f"{w} × {h} px, scaled {wide / width:.2f}" + (", mirrored" if card["flipped"] else "")
+    clip, shown = card.get("clip"), f"{width} × {height} px"
+    if clip:
+        result = f"{clip['frames']} of {clip['available']:,} frames, {result}"
+        shown += f", {clip['format']}, from {clip['from_s']:.2f} s: {_rate(clip)}"
     original = (
         f'<div class="frame"><img class="zoom" src="{images["original"]}" alt="{name}"><i style="{frame}"></i></div>'
     )
     figures = [
-        figure(original, f"{width} × {height} px"),
+        figure(original, shown),
         figure(f'<img class="zoom" src="{images["result"]}" alt="{name}, cut">', result),
     ]
     if "mask" in images:
@@ -291,6 +320,14 @@ def _pair(card: dict[str, Any]) -> str:
         picture = f'<img class="zoom" src="{images[key]}" alt="reference {number} of {name}">'
         figures.append(figure(picture, f"reference {number}", "third"))
     return f'<div class="pair">{"".join(figures)}</div>'
+
+
+def _rate(clip: dict[str, Any]) -> str:
+    """Say how the rate of a clip differs from its file's."""
+    uneven = "" if clip["is_constant"] else ", uneven"
+    if abs(clip["fps"] - clip["file_fps"]) < 0.005 * clip["fps"]:
+        return f"{clip['fps']:g} frames a second{uneven}"
+    return f"{clip['file_fps']:.4g} frames a second{uneven}, read at {clip['fps']:g}"
 
 
 def _uses(card: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from PIL import Image
 from difftrain.contracts import Draw, Record, control_name
 from difftrain.data.media.media import Unusable, decode
 from difftrain.report.page import jpeg_address
+from difftrain.train.inspect.clips import about, first_frame, sheet
 from difftrain.train.inspect.facts import Look
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
@@ -140,13 +141,16 @@ def _pictures(look: Look, record: Record, draw: Draw, epoch: int, step: int, bud
     """Draw the original and what the model gets; where either cannot be read any more, say why."""
     try:
         sample = look.maker.sample(record, draw, epoch, step)
-        original = decode(look.data.index.read(record.media))
+        clip = about(look, record)
+        original = decode(look.data.index.read(record.media)) if clip is None else first_frame(look, record)
     except (Unusable, OSError) as error:
-        return {"images": {}, "fault": str(error)}
+        return {"images": {}, "fault": str(error), "clip": None}
     assert sample.pixels is not None
+    pixels = sample.pixels
+    result = sheet(pixels) if pixels.ndim == 4 else Image.fromarray(pixels.transpose(1, 2, 0))
     images = {
         "original": jpeg_address(Image.fromarray(original), TRIES, budget),
-        "result": jpeg_address(Image.fromarray(sample.pixels.transpose(1, 2, 0)), TRIES, budget),
+        "result": jpeg_address(result, TRIES, budget),
     }
     if sample.mask is not None:
         grey = np.rint(sample.mask[0] * 255).astype(np.uint8)
@@ -154,4 +158,4 @@ def _pictures(look: Look, record: Record, draw: Draw, epoch: int, step: int, bud
     for number, reference in enumerate(sample.control):
         shown = Image.fromarray(reference.transpose(1, 2, 0))
         images[control_name(number)] = jpeg_address(shown, TRIES, budget // 2)
-    return {"images": images, "fault": None}
+    return {"images": images, "fault": None, "clip": clip}

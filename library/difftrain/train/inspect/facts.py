@@ -117,6 +117,7 @@ def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
                 "bucket": look.data.tables.name(rows),
                 "width": rows.bucket.width,
                 "height": rows.bucket.height,
+                "frames": rows.bucket.frames,
                 "records": rows.records,
                 "draws_per_epoch": rows.uses,
                 "share": rows.uses / look.plan.uses,

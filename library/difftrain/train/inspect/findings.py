@@ -18,7 +18,14 @@ MUCH_CUT = 0.7
 
 def findings(look: Look, sizes: survey.Placements, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is suspicious. level: stop, where a training would not start; look, otherwise."""
-    entries = [*_stops(look, facts), *_sizes(look, sizes), *_starved(look), *_captions(look, facts), *_copies(facts)]
+    entries = [
+        *_stops(look, facts),
+        *_sizes(look, sizes),
+        *_starved(look),
+        *_captions(look, facts),
+        *_copies(facts),
+        *_clips(facts),
+    ]
     return [finding for finding in entries if finding]
 
 
@@ -88,6 +95,15 @@ def _starved(look: Look) -> Iterator[dict[str, Any]]:
             "nothing is dropped, but they are not used in every epoch"
         )
         yield _finding(what, named)
+
+
+def _clips(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    clips = facts["clips"]
+    if clips and clips["short"]:
+        many = f"{clips['short']:,} video{'s are' if clips['short'] != 1 else ' is'}"
+        remedy = f"{option('data.video_clip_mode', 'multiple_overlapping')} covers them, larger frame_buckets make clips longer"
+        named = [f"{one['name']}: {one['share']:.0%} of {one['available']:,} frames" for one in clips["shortest"]]
+        yield _finding(f"{many} used by less than half of the frames; {remedy}", named)
 
 
 def _captions(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:

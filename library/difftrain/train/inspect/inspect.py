@@ -24,6 +24,7 @@ from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
 from difftrain.report.dataset_page import dataset_page
 from difftrain.train.inspect.cards import cards_of
+from difftrain.train.inspect.clips import clips
 from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, resolutions, sources, totals
 from difftrain.train.inspect.findings import findings
 from difftrain.train.inspect.similar import similar
@@ -75,6 +76,7 @@ def gather(look: Look) -> dict[str, Any]:
         "copies": copies(data),
         "similar": similar(look),
         "resolutions": resolutions(data),
+        "clips": clips(look),
         "captions": captions(look),
         "notes": [*data.index.summary.notes, *plan.lines()],
         "cards": cards_of(look),
