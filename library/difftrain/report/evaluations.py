@@ -13,9 +13,13 @@ from difftrain.report.page import details, panel, rows
 
 EMA = "ema_"
 KID = "kid_efflite0"
+KIDS = {
+    KID: "KID-efflite0 of generated images",
+    f"{KID}_middle_frame": "KID-efflite0 of the middle frames of generated clips",
+}
 ERROR = "_error"
 QUANTILE = "_quantile_"
-VAE_ALONE = KID + "_vae"
+VAE_ALONE = "_vae"
 _OWN = frozenset({"step", "epoch", "samples_seen"})
 _QUANTILE = re.compile(rf"(.+){QUANTILE}(\d\.\d+)")
 
@@ -96,8 +100,9 @@ def panels(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> I
                 yield from _at_quantiles(numbers, key, title, marks)
 
         # --- the distance of drawn pictures
-        if KID in numbers.values:
-            yield panel(_kid(numbers, marks), f"{title}: KID-efflite0 of generated images")
+        for key, what in KIDS.items():
+            if key in numbers.values:
+                yield panel(_kid(numbers, key, marks), f"{title}: {what}")
 
 
 def _at_quantiles(numbers: SetLines, key: str, title: str, marks: Sequence[float]) -> Iterator[str]:
@@ -115,16 +120,16 @@ def _at_quantiles(numbers: SetLines, key: str, title: str, marks: Sequence[float
             yield panel(chart, f"{title}: {key.replace('_', ' ')} at each quantile of the noise, {whose}")
 
 
-def _kid(numbers: SetLines, marks: Sequence[float]) -> str:
+def _kid(numbers: SetLines, key: str, marks: Sequence[float]) -> str:
     """Draw the distance with its standard error around it, and beside it what the VAE costs alone."""
-    errors = dict(numbers.values.get(KID + ERROR, []))
-    spread = [(step, mean, errors.get(step)) for step, mean in numbers.values[KID] if mean is not None]
+    errors = dict(numbers.values.get(key + ERROR, []))
+    spread = [(step, mean, errors.get(step)) for step, mean in numbers.values[key] if mean is not None]
     known = [(step, mean, error) for step, mean, error in spread if error is not None]
-    curves = [numbers.curve(KID, "KID-efflite0")]
+    curves = [numbers.curve(key, "KID-efflite0")]
     for sign, by in (("+", 1), ("−", -1)):
         bound = [mean + by * error for _, mean, error in known]
         curves.append(Curve(f"{sign} one standard error", [step for step, *_ in known], bound, "faint"))
-    if VAE_ALONE in numbers.values:
-        curves.append(numbers.curve(VAE_ALONE, "held-out images through the VAE only", "c2"))
+    if key + VAE_ALONE in numbers.values:
+        curves.append(numbers.curve(key + VAE_ALONE, "held-out images through the VAE only", "c2"))
     table = rows([{"step": s, "KID": m, "standard error": "–" if e is None else fixed(e, 3)} for s, m, e in spread])
     return line_chart(curves, x_label="step", marks=marks) + details("in numbers", table)

@@ -110,13 +110,13 @@ def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def draw_batch(
     model: Drawer, captions: Sequence[str], noise: Tensor, *, size_hw: tuple[int, int], steps: int, guidance: float,
-    sampler: str, seeds: Sequence[int], spacing: str | None = None, references: Sequence[Tensor] = (),
+    sampler: str, seeds: Sequence[int], spacing: str | None = None, references: Sequence[Tensor] = (), frames: int = 1,
 ) -> Tensor:  # fmt: skip
     """Draw captions from noise that is given, with the model's own unconditional where there is guidance.
 
     seeds: of what a sampler draws on its way. references: images that it is shown, (B, 3, H, W) uint8 each. spacing: diffusers' timestep_spacing, in place of the model's own. The
     caller may hold autocast: the VAE is decoded outside of it.
-    Shapes: noise (B, C, h, w) on the model's device; (B, 3, H, W) in 0..1, fp32.
+    Shapes: noise (B, C, [F,] h, w) on the model's device; (B, 3, [frames,] H, W) in 0..1, fp32.
     """
     config = {**model.scheduler.config, **({"timestep_spacing": spacing} if spacing else {})}
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -129,7 +129,7 @@ def draw_batch(
             if guidance > 1
             else None,
             noise,
-            sampler=make_sampler(sampler, config, model.tokens(size_hw), mu=model.mu),
+            sampler=make_sampler(sampler, config, model.tokens(size_hw, frames), mu=model.mu),
             steps=steps,
             guidance=guidance,
             generator=generators,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("difftrain")
 TAG = "kid_efflite0"
+TAG_OF_CLIPS = TAG + "_middle_frame"  # of clips one frame is looked at: motion is not measured
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ class DrawnPictures:
 
         # what the VAE only costs is the least that any model can reach
         real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*pairs, strict=True))
+        of_clips = any(rows.bucket.frames > 1 for rows in eval_set.data.tables.training)
+        tag = TAG_OF_CLIPS if of_clips else TAG
         drawn_kid, least = kid(ours, real, paired=True), kid(through, real, paired=True)
         log.info(
             "%s of %s at step %d: %.6f ± %.6f over %d images (%s; guidance %g, %d sampler steps; the VAE only %.6f)",
-            NAME,
+            f"{NAME} of middle frames" if of_clips else NAME,
             eval_set.name,
             step,
             drawn_kid.value,
@@ -111,10 +114,10 @@ class DrawnPictures:
             least.value,
         )
         return {
-            f"{eval_set.name}/{TAG}": drawn_kid.value,
-            f"{eval_set.name}/{TAG}_error": drawn_kid.error,
-            f"{eval_set.name}/{TAG}_vae": least.value,
-            f"{eval_set.name}/{TAG}_pictures": count,
+            f"{eval_set.name}/{tag}": drawn_kid.value,
+            f"{eval_set.name}/{tag}_error": drawn_kid.error,
+            f"{eval_set.name}/{tag}_vae": least.value,
+            f"{eval_set.name}/{tag}_pictures": count,
         }
 
     def _work(self, eval_set: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
@@ -154,6 +157,7 @@ class DrawnPictures:
                     sampler=sampler_of(self._cfg),
                     seeds=[int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) for key in lot.keys],
                     references=lot.references,
+                    frames=lot.bucket.frames,
                 )
                 yield number, self._features(pictures)
 
@@ -183,6 +187,8 @@ class DrawnPictures:
     def _features(self, pictures: Tensor) -> Tensor:
         """Look at a lot's pictures by themselves: which lots a rank has changes no bit of them."""
         assert self._network is not None
+        if pictures.ndim == 5:  # of clips their middle frame
+            pictures = pictures[:, :, pictures.shape[2] // 2]
         with torch.autocast(pictures.device.type, enabled=False):
             return self._network(pictures)
 

@@ -120,3 +120,12 @@ def test_what_a_flow_did_without_is_named() -> None:
     assert any(each.startswith("evaluation on ") for each in off)
     held = {"sets": ({"name": "held", "config": "held.toml"},)}
     assert not any(each.startswith("evaluation on ") for each in not_enabled(config(eval=held)))
+
+
+def test_the_distance_of_middle_frames_has_its_own_name() -> None:
+    lines = [
+        {"step": step, "a/kid_efflite0_middle_frame": 0.5, "a/kid_efflite0_middle_frame_error": 0.01} for step in (0, 5)
+    ]
+    text = "".join(panels(lines))
+    assert text.count("middle frames") == 1
+    assert "0.5" in text and "of generated images" not in text

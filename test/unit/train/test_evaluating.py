@@ -24,7 +24,7 @@ from difftrain.testing.pictures import write_folder
 from difftrain.train.averages import Averages
 from difftrain.train.estimate import dry_run
 from difftrain.train.evaluating import Evaluating, due_of, tags
-from difftrain.train.kid import chosen
+from difftrain.train.kid import DrawnPictures, chosen
 from difftrain.train.state import Position, TrainedModel
 
 
@@ -195,3 +195,12 @@ def test_a_set_of_which_nothing_can_be_made_is_named(cfg: TrainConfig, tmp_path:
     section = cfg.eval.sets[0].model_copy(update={"datasets": (held.model_copy(update={"subsets": (subset,)}),)})
     with pytest.raises(DataFault, match="caption"):
         open_set(cfg, section, lambda line: None)
+
+
+def test_of_clips_the_middle_frame_is_looked_at() -> None:
+    looking = DrawnPictures.__new__(DrawnPictures)
+    looking._network = lambda pictures: pictures  # type: ignore[assignment]
+    clip = torch.arange(5.0).view(1, 1, 5, 1, 1).expand(2, 3, 5, 4, 4)
+    assert looking._features(clip).shape == (2, 3, 4, 4)
+    assert (looking._features(clip) == 2).all()
+    assert looking._features(clip[:, :, 0]).shape == (2, 3, 4, 4)
