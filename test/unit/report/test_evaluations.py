@@ -128,4 +128,4 @@ def test_the_distance_of_middle_frames_has_its_own_name() -> None:
     ]
     text = "".join(panels(lines))
     assert text.count("middle frames") == 1
-    assert "0.5" in text and "of generated images" not in text
+    assert "0.5" in text and "generated images" not in text
