@@ -223,11 +223,11 @@ class MovingBlock:
         new = [value for p, key, value in states if not _like(self._hosts.get((id(p), key)), value)]
         room = PinnedMemory(sum(_size(value) + _ALIGNED for value in new)) if pinned and new else None
         for parameter, key, value in states:
-            host = self._hosts.get((id(parameter), key))
-            if host is None or not _like(host, value):
-                host = torch.empty_like(value, device="cpu") if room is None else room.take(value)
-            optimizer.state[parameter][key] = host.copy_(value, non_blocking=True)
-            self._hosts[id(parameter), key] = host
+            kept = self._hosts.get((id(parameter), key))
+            if kept is None or not _like(kept, value):
+                kept = torch.empty_like(value, device="cpu") if room is None else room.take(value)
+            optimizer.state[parameter][key] = kept.copy_(value, non_blocking=True)
+            self._hosts[id(parameter), key] = kept
         self.has_states = False
         size = sum(_size(host) for _, _, host in self.trained) + sum(_size(value) for _, _, value in states)
         return size, [value for _, _, value in states]

@@ -68,7 +68,7 @@ def _few_bits(cfg: TrainConfig) -> bool:
 def _updates_alone(cfg: TrainConfig) -> bool:
     plain = cfg.training.accumulation == 1 and cfg.training.mixed_precision != "fp16"
     name = names.proper(cfg.optimizer.type.removeprefix("torch.optim."), names.UPDATED_ALONE)
-    return plain and _is_alone(cfg) and name and not cfg.optimizer.schedulefree_wrapper
+    return plain and _is_alone(cfg) and bool(name) and not cfg.optimizer.schedulefree_wrapper
 
 
 _SWAP = "memory.swap_blocks"
