@@ -14,12 +14,13 @@ from refusals import is_about
 from safetensors.torch import load_file, save
 
 from difftrain.adapters import KINDS, adapted_layers, is_adapter, plain_name
+from difftrain.cli import main
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 from difftrain.models import adapted as adapted_models
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.adapter_files import AdapterChoice
-from difftrain.models.weights.peft_merge import kind_in, merge_by_peft
+from difftrain.models.weights.peft_merge import fuse_by_peft, kind_in, merge_by_peft
 
 # layers whose outputs are computed and thrown away: their gradient is there, and exactly zero
 SILENT = dict.fromkeys(
@@ -239,7 +240,9 @@ def torn(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["dora", "oft", "lokr", "ia3"])
-def test_other_kinds_are_exported_as_peft_reads_them_and_merged(kind: str, tmp_path: Path) -> None:
+def test_other_kinds_are_exported_as_peft_reads_them_and_merged(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import PeftModel
 
     own = adapted("flux", {"type": kind} | ({} if kind == "ia3" else {"rank": 2}))
@@ -273,7 +276,34 @@ def test_other_kinds_are_exported_as_peft_reads_them_and_merged(kind: str, tmp_p
         after = plain.family.forward(plain.parts.root, inputs)[0]
         assert list(plain.parts.root.state_dict()) == keys and not torch.allclose(after, before, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+        merged = {key: value.clone() for key, value in plain.net.state_dict().items()}
         plain.parts.root.load_state_dict(kept)
+
+        # --- into a model's files, of all parts and of the denoiser alone, whose layers are fused there
+        for layout in ("diffusers_safetensors", "safetensors"):
+            base = exported(plain, tmp_path / f"base-{layout}", layout)
+            words = [f"--adapter={folder}", f"--merge_into={base}", f"--output={tmp_path / f'out-{layout}'}"]
+            assert main(["convert", *words]) == 0
+            out = Path(capsys.readouterr().out.strip())
+            plain.net.load_state_dict(merged)
+            like = exported(plain, tmp_path / f"like-{layout}", layout)
+            plain.parts.root.load_state_dict(kept)
+            for one in [like] if like.is_file() else sorted(like.rglob("*.safetensors")):
+                made, wanted = load_file(out if like.is_file() else out / one.relative_to(like)), load_file(one)
+                assert made.keys() == wanted.keys()
+                for key, value in wanted.items():
+                    torch.testing.assert_close(made[key], value, rtol=1e-5, atol=1e-6, msg=f"{layout} {key}")
+        assert (
+            main(["convert", f"--adapter={tmp_path / 'torn'}", f"--merge_into={base}", f"--output={tmp_path}/x"]) == 2
+        )
+        assert main(["convert", f"--adapter={folder}", "--family=flux", "--to=comfyui", f"--output={tmp_path}/x"]) == 2
+        assert "adapter_model.safetensors" in capsys.readouterr().err
+
+        # --- into the base of a run that trains another
+        beside, fused = (adapted("flux", LORA | more) for more in ({}, {"fuse_adapters": (str(folder),)}))
+        fuse_by_peft(AdapterChoice(folder, 1.0, "--adapter"), beside.family, {"transformer": beside.net})
+        assert beside.parts.base and all(
+            torch.equal(beside.parts.root.get_parameter(key), fused.parts.root.get_parameter(key)) for key in beside.parts.base)  # fmt: skip
 
         # --- and read by PEFT
         read = PeftModel.from_pretrained(plain.net, folder)

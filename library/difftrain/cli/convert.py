@@ -37,7 +37,7 @@ ALL = "all"
 RULES = (objective.other_family, one_of("training.device", ("auto", *KINDS)))
 _FILE = ".safetensors"
 OWN: dict[str, Row] = {row.name: row for row in (
-    Row("adapter", "str", "", "LoRA of diffusers, PEFT, ComfyUI or kohya; with --merge_into FILE[:SCALE], may be given several times"),
+    Row("adapter", "str", "", "LoRA of diffusers, PEFT, ComfyUI or kohya; with --merge_into FILE[:SCALE], may be given several times, of other kinds PEFT's folder too"),
     Row("to", "str", "", f"layout to write: {', '.join(LAYOUTS)}; not given: a folder with all that the family has"),
     Row("merge_into", "str", "", "model to add the adapters to: a diffusers folder, a single file, or a file with only the denoiser"),
     Row("extract_from", "str", "", "trained model, of whose difference to --base a LoRA is made"),
@@ -200,18 +200,16 @@ def _dtype(parsed: Parsed) -> Any:
 
 def _merge(parsed: Parsed, argv: list[str]) -> Path:
     """Write a model with adapters in its weights: as export does, or the denoiser's file once more."""
-    from difftrain.models.weights.adapter_files import load_adapter
-    from difftrain.models.weights.adapter_models import deltas_of, merge_file, merged_stream
+    from difftrain.models.weights.adapter_models import changes_of, merge_file, merged_stream
 
     model = _model(parsed, "merge_into")
-    loaded = [(choice, load_adapter(choice)) for choice in adapters_of(parsed.words["adapter"])]
-    delta = deltas_of(loaded, model.layouts)
+    change = changes_of(adapters_of(parsed.words["adapter"]), model.layouts)
     output = Path(parsed.bare["output"]).expanduser()
     dtype = _dtype(parsed)
     SIGNS.now("writing weights")
     if not model.complete:
         path = output if output.suffix == _FILE else output.with_name(output.name + _FILE)
-        return merge_file(model, delta, path, dtype)
+        return merge_file(model, change, path, dtype)
 
     # --- the model as export writes it
     import time
@@ -228,7 +226,7 @@ def _merge(parsed: Parsed, argv: list[str]) -> Path:
     stem = output.with_name(output.name.removesuffix(SUFFIXES[layout]))
     family: Any = model.family
     parts = family.load(meta=True)
-    weights = merged_stream(family, family.stream(parts), delta)
+    weights = merged_stream(family, family.stream(parts), change)
     metadata = None if cfg.save.no_metadata else family.metadata(stem.name, time.time())
     return Path(family.export(weights, parts, layout, stem, dtype=dtype, metadata=metadata))
 

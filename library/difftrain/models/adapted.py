@@ -24,6 +24,7 @@ from difftrain.models.weights.adapter_files import Adapter, AdapterChoice, merge
 from difftrain.models.weights.adapter_layouts import AdapterLayouts, LayerKey, LoraPair
 from difftrain.models.weights.fingerprints import hashed
 from difftrain.models.weights.folder_export import new_folder
+from difftrain.models.weights.peft_merge import fuse_by_peft, kind_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,7 +106,10 @@ def pairs_of(family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], pa
 def fuse(family: BaseFamily, root: DenoiserRoot) -> list[str]:
     """Add adapters to the weights that are only held; return a sentence for each. Raises ConfigFault where one does not fit."""
     modules = {family.folder(part): root.get_submodule(part) for part in family.in_root}
-    return [merge_adapter(choice, family, modules) for choice in fused_adapters(family.cfg)]
+    return [
+        (fuse_by_peft if kind_in(choice.path) else merge_adapter)(choice, family, modules)
+        for choice in fused_adapters(family.cfg)
+    ]
 
 
 def fused_adapters(cfg: TrainConfig) -> list[AdapterChoice]:

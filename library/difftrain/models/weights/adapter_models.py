@@ -26,12 +26,14 @@ from difftrain.models.weights.adapter_files import (
     AdapterChoice,
     AdapterFile,
     fitting,
+    load_adapter,
     sort_adapter,
 )
 from difftrain.models.weights.adapter_layouts import AdapterLayouts, LayerKey, LoraPair, stems_of
 from difftrain.models.weights.detect import class_of
 from difftrain.models.weights.files import opened
 from difftrain.models.weights.part_files import PREFIXES, PartFiles
+from difftrain.models.weights.peft_merge import PeftMerge, kind_in
 from difftrain.models.weights.writers import SAFETENSORS_NAMES, safetensors_writer
 
 if TYPE_CHECKING:
@@ -190,20 +192,45 @@ def deltas_of(
     return delta
 
 
+Change = Callable[[str, str, "Tensor"], "Tensor | None"]  # folder, name of a tensor, value -> what it becomes, in fp32
+
+
+def changes_of(choices: Sequence[AdapterChoice], layouts: AdapterLayouts) -> Change:
+    """Return what adapters of all kinds make of a tensor: products are added first, others follow one after another.
+
+    Raises ConfigFault where one does not fit.
+    """
+    others = [PeftMerge(choice, layouts) for choice in choices if kind_in(choice.path)]
+    products = [(choice, load_adapter(choice)) for choice in choices if not kind_in(choice.path)]
+    delta = deltas_of(products, layouts)
+
+    def change(folder: str, name: str, value: Tensor) -> Tensor | None:
+        made: Tensor | None = None
+        layer = name.removesuffix(".weight")
+        if layer != name and value.ndim > 1:
+            added = delta(folder, layer, value.shape)
+            made = None if added is None else value.float() + added
+        for other in others:
+            changed = other(folder, name, value if made is None else made)
+            made = made if changed is None else changed
+        return made
+
+    return change
+
+
 def merged_stream(
-    family: BaseFamily, weights: Iterable[tuple[str, Tensor]], delta: Callable[[str, str, Sequence[int]], Tensor | None]
+    family: BaseFamily, weights: Iterable[tuple[str, Tensor]], change: Change
 ) -> Iterator[tuple[str, Tensor]]:
-    """Give a model's weights with what adapters add to them; fp32 where they add."""
+    """Give a model's weights with what adapters make of them; fp32 where they do."""
     for full, value in weights:
         part, _, name = full.partition(".")
-        layer = name.removesuffix(".weight")
-        added = delta(family.folder(part), layer, value.shape) if layer != name and value.ndim > 1 else None
-        yield full, value if added is None else value.float() + added
+        made = change(family.folder(part), name, value)
+        yield full, value if made is None else made
 
 
 def merge_file(
     model: ModelWeights,
-    delta: Callable[[str, str, Sequence[int]], Tensor | None],
+    change: Change,
     output: Path,
     dtype: torch.dtype | None,
 ) -> Path:
@@ -223,15 +250,11 @@ def merge_file(
     ) as writer:
         for key in file.shapes():
             value, members = file.get(key), places.members.get(key.removeprefix(prefix), [])
-            added = {
-                name: delta(folder, name.removesuffix(".weight"), places.shapes[name])
-                for name in members
-                if name.endswith(".weight") and len(places.shapes[name]) > 1
-            }
-            if any(one is not None for one in added.values()):
-                ours = {name: places.restored(name, value).float() for name in members}
-                ours |= {name: ours[name] + one for name, one in added.items() if one is not None}
-                value = places.joined(key.removeprefix(prefix), ours)
+            ours = {name: places.restored(name, value) for name in members}
+            made = {name: change(folder, name, one) for name, one in ours.items()}
+            if any(one is not None for one in made.values()):
+                wide = {name: ours[name].float() if one is None else one for name, one in made.items()}
+                value = places.joined(key.removeprefix(prefix), wide)
             writer.write(key, value)
     return output
 
