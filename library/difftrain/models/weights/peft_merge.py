@@ -147,8 +147,8 @@ class PeftMerge:
             config.feedforward_modules = set()
         try:
             peft.inject_adapter_in_model(config, holder, _NAME)
-            given = {f"{PEFT_PREFIX}layer.{key}": value for key, value in tensors.items()}
-            loaded = peft.set_peft_model_state_dict(holder, given, _NAME)
+            renamed = {f"{PEFT_PREFIX}layer.{key}": value for key, value in tensors.items()}
+            loaded = peft.set_peft_model_state_dict(holder, renamed, _NAME)
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise _unfit(self._choice, f"{name}: {str(error).splitlines()[0]}") from error
         own_names = {key for key, _ in holder.named_parameters() if f".{_NAME}" in key}
