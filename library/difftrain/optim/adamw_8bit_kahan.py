@@ -45,12 +45,11 @@ class AdamW8bitKahan(AdamW8bit):  # type: ignore[misc]
             super().update_step(group, p, gindex, pindex)
             return
         assert p.grad is not None
-        rate = group["lr"]
-        group["lr"] = float(rate / self._rms(p.grad.float(), self.state[p], group).clamp(min=1.0))
-        try:
-            super().update_step(group, p, gindex, pindex)
-        finally:
-            group["lr"] = rate
+        share = self._rms(p.grad.float(), self.state[p], group).clamp(min=1.0).reciprocal()
+        # an update is its rate times what does not depend on it, so a share of it is one of the rate; the host waits for nothing
+        before = p.detach().clone()
+        super().update_step(group, p, gindex, pindex)
+        p.copy_(torch.lerp(before, p.detach(), share.to(p.dtype)))
 
     def _rms(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return the RMS of g / sqrt(v), v the average of g^2 with this gradient in it, its bias corrected."""

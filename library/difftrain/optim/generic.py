@@ -3,7 +3,8 @@
 What is a matrix is said by optim/muon.py: a weight of two dimensions within a numbered block. All other weights get AdamW.
 
 Source: subspace momentum and subset norms, Nguyen and Nguyen 2024, arXiv:2411.07120, algorithms 1 and 2; factored second
-moments, Shazeer and Stern 2018, section 3; Muon, Jordan et al. 2024, at AdamW's size as in Liu et al. 2025.
+moments, Shazeer and Stern 2018, section 3; Muon, Jordan et al. 2024, at AdamW's size as in Liu et al. 2025; AdaMuon, Si et
+al. 2025, arXiv:2507.11005, algorithm 1; NorMuon, Li et al. 2025, arXiv:2510.05491, algorithm 1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class GenericOptim(WeightwiseOptimizer):
     second_moment_type: ema; sn, of matrices one number for each subset of subset_size elements (negative: for sqrt(elements) /
     -subset_size of them; heuristics: for each row or column), the mean of squares with correct_dim, else their sum;
     factored, of matrices a number for each row and column; none.
-    muon: matrices go along the orthogonalised momentum. state_bits: 8 keeps averages in 8 bits.
+    muon: matrices go along the orthogonalised momentum; adamuon: divided by the root of its own second moment, at the same
+    root mean square; normuon: divided so line by line of the longer side, at the same norm. state_bits: 8 keeps averages in 8
+    bits. cpu_offload: those of weights of two dimensions and more lie on the host, and come for the update.
     """
 
     def __init__(
@@ -60,11 +63,19 @@ class GenericOptim(WeightwiseOptimizer):
         subset_size: Any = None,
         correct_dim: bool = False,
         muon: bool = False,
+        adamuon: bool = False,
+        normuon: bool = False,
+        cpu_offload: bool = False,
         state_bits: int = 32,
     ) -> None:
         self.momentum_type, self.second_moment_type = momentum_type, second_moment_type
         self.rank, self.gap, self.subset_size, self.correct_dim = rank, update_proj_gap, subset_size, correct_dim
-        self.correct_bias, self.muon, self.eight_bit = correct_bias, muon, state_bits == 8
+        self.correct_bias, self.eight_bit, self.cpu_offload = correct_bias, state_bits == 8, cpu_offload
+        ways = [name for name, chosen in (("muon", muon), ("adamuon", adamuon), ("normuon", normuon)) if chosen]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} contradict each other: each is a way to update matrices")
+        self.orthogonal = ways[0] if ways else ""
+        self._waits = False  # whether the averages of the weight that is updated go back to the host
         self._check(betas, eps, weight_decay, proj_type, state_bits)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -93,13 +104,14 @@ class GenericOptim(WeightwiseOptimizer):
         """Update one weight that has a gradient."""
         state, matrix = self.state[weight], group["matrix"]
         assert weight.grad is not None
+        self._waits = self.cpu_offload and weight.ndim > 1
         gradient, rate = weight.grad.float(), group["lr"]
         (beta1, beta2), step = group["betas"], state.get("step", 0) + 1
         state["step"] = step
         direction = self._momentum(state, gradient, beta1, matrix)
         weight.mul_(1 - rate * group["weight_decay"])
-        if self.muon and matrix and min(weight.shape) >= _LEAST_SIDE:
-            direction = orthogonalised(direction, _STEPS).float()
+        if self.orthogonal and matrix and min(weight.shape) >= _LEAST_SIDE:
+            direction = self._evened(state, orthogonalised(direction, _STEPS).float(), beta2, group["eps"])
             weight.add_(direction.to(weight.dtype), alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
             return
         if (root := self._root(state, gradient, beta2, matrix)) is not None:
@@ -109,6 +121,24 @@ class GenericOptim(WeightwiseOptimizer):
         if self.correct_bias and self.momentum_type != "none":
             rate /= 1 - beta1**step
         weight.add_(direction.view(weight.shape).to(weight.dtype), alpha=-rate)
+
+    def _evened(self, state: dict[str, Any], direction: Tensor, beta2: float, eps: float) -> Tensor:
+        """Return an orthogonalised momentum whose elements, or lines, are nearer to one size; its norm stays that of Muon's.
+
+        AdaMuon takes the root mean square 0.2 / sqrt(the longer side), which is that of a matrix of singular values 1.
+        """
+        if self.orthogonal == "muon":
+            return direction
+        share = 1 - beta2 if beta2 < 1 else 1.0
+        if self.orthogonal == "adamuon":
+            root = self._root(state, direction, beta2, True)
+            evened = direction if root is None else direction / (root + eps)
+            size = direction.new_tensor(min(direction.shape)).sqrt()
+        else:
+            across = 1 if direction.shape[0] >= direction.shape[1] else 0
+            lines = self._averaged(state, "exp_avg_sq", direction.square().mean(across, keepdim=True), beta2, share)
+            evened, size = direction / (lines.sqrt() + eps), direction.norm()
+        return evened * (size / evened.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
     # --- the two moments
 
@@ -123,7 +153,7 @@ class GenericOptim(WeightwiseOptimizer):
         if state["step"] % self.gap == 1 % self.gap:
             state["basis"] = subspace(gradient, self.rank or 1)
             state.pop("exp_avg", None)
-        basis, tall = state["basis"], gradient.shape[0] >= gradient.shape[1]
+        basis, tall = state["basis"].to(gradient.device), gradient.shape[0] >= gradient.shape[1]
         low = gradient @ basis if tall else basis.T @ gradient
         average = self._load(state, "exp_avg", low, signed=True).lerp_(low, 1 - beta1)
         self._keep(state, "exp_avg", average, signed=True)
@@ -163,6 +193,9 @@ class GenericOptim(WeightwiseOptimizer):
         return average
 
     def _load(self, state: dict[str, Any], name: str, like: Tensor, *, signed: bool) -> Tensor:
+        for key in (name, f"{name}_scale"):
+            if key in state and state[key].device != like.device:
+                state[key] = state[key].to(like.device)
         return eight_bits.load(state, name, like, signed=signed)
 
     def _keep(self, state: dict[str, Any], name: str, value: Tensor, *, signed: bool) -> None:
@@ -170,6 +203,10 @@ class GenericOptim(WeightwiseOptimizer):
             eight_bits.keep(state, name, value, signed=signed)
         else:
             state[name] = value
+        if self._waits:
+            for key in (name, f"{name}_scale", "basis"):
+                if key in state:
+                    state[key] = state[key].to("cpu")
 
 
 def subspace(gradient: Tensor, rank: int) -> Tensor:

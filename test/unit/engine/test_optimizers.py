@@ -38,6 +38,8 @@ CASES = [
     {"type": "GenericOptim", "args": ("momentum_type='sm'", "rank=8", "update_proj_gap=2", "state_bits=8")},
     {"type": "GenericOptim", "args": ("second_moment_type='sn'", "subset_size=-1", "muon=True", "state_bits=8")},
     {"type": "GenericOptim", "args": ("second_moment_type='factored'", "betas=(0, 0.99)")},
+    {"type": "GenericOptim", "args": ("adamuon=True", "cpu_offload=True")},
+    {"type": "GenericOptim", "args": ("normuon=True", "state_bits=8")},
     {"type": "Automagic", "learning_rate": 1e-4, "scheduler": "cosine", "warmup_steps": 2},
     {"type": "AdamW8bitKahan", "args": ("stabilize=False",)},
     {"type": "AdamW", "schedulefree_wrapper": True},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
@@ -84,6 +85,31 @@ def test_a_stable_adamw_goes_slower_where_a_gradient_is_above_its_average(count:
             weight.detach(), torch.full((count,), expected), rtol=0.02 if count > 4000 else 1e-5, atol=1e-6
         )
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_bounded_update_never_waits_for_the_host() -> None:
+    """No number of a tensor is asked for: on an accelerator the host would wait there, once for each weight."""
+    pytest.importorskip("bitsandbytes")
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
+    optimizer = made(weight, "AdamW8bitKahan", 0.1)
+    for _ in range(2):
+        weight.grad = weight.detach().sin()
+        with Waits() as waits:
+            optimizer.step()
+    assert waits.seen == []
+
+
+class Waits(TorchDispatchMode):
+    """Note what brings a tensor's number to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "local_scalar_dense" in str(func) or "is_nonzero" in str(func):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_without_it_the_update_is_bitsandbytes_own() -> None:

@@ -13,6 +13,7 @@ from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
 from difftrain.optim import eight_bits, make_optimizer
 from difftrain.optim.generic import subset_of, subspace
+from difftrain.optim.muon import orthogonalised
 
 RATE = 0.01
 
@@ -52,6 +53,49 @@ def test_with_its_defaults_it_is_adamw() -> None:
     trained(other, "eps=0.0", "weight_decay=0.1", "betas=(0.8, 0.95)", type="AdamW")
     for ours, theirs in zip(values(one), values(other)):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["adamuon", "normuon"])
+@pytest.mark.parametrize("shape", [(40, 64), (64, 40)])
+def test_second_moments_of_an_orthogonalised_momentum(way: str, shape: tuple[int, int]) -> None:
+    """The formulas of both papers in fp64; what Newton and Schulz' iteration makes is taken as it is."""
+    of = group(shape)
+    expected = values(of)[0].double()
+    made = trained(of, f"{way}=True", "betas=(0.9, 0.95)")
+    momentum, second = torch.zeros(shape).double(), 0.0
+    for gradient in gradients(shape):
+        momentum = 0.9 * momentum + 0.1 * gradient
+        turned = orthogonalised(momentum.float(), 5).double()
+        squares = turned.square()
+        if way == "normuon":
+            squares = squares.mean(1 if shape[0] > shape[1] else 0, keepdim=True)
+        second = 0.95 * second + 0.05 * squares
+        evened = turned / (second.sqrt() + 1e-6)
+        if way == "adamuon":  # root mean square 0.2
+            step = 0.2 * evened / evened.square().mean().sqrt()
+        else:  # the size of Muon's
+            step = 0.2 * math.sqrt(max(shape)) * evened * turned.norm() / evened.norm()
+        expected -= RATE * step
+    torch.testing.assert_close(values(of)[0].double(), expected, rtol=2e-2, atol=2e-4)  # bf16 rounds another way
+    numbers = sum(value.numel() for value in made.state[of.named_params[0][1]].values() if torch.is_tensor(value))
+    assert numbers == shape[0] * shape[1] * (2 if way == "adamuon" else 1) + (max(shape) if way == "normuon" else 0)
+
+
+def test_two_ways_to_update_matrices_contradict() -> None:
+    with pytest.raises(ConfigFault) as refused:
+        trained(group((40, 64)), "muon=True", "normuon=True")
+    assert "muon and normuon" in refused.value.faults[0].what
+
+
+@pytest.mark.parametrize("more", [(), ("state_bits=8",), ("momentum_type='sm'", "rank=4"), ("adamuon=True",)])
+def test_averages_on_the_host_change_no_bit(more: tuple[str, ...]) -> None:
+    one, other = group((80, 64), (7,)), group((80, 64), (7,))
+    trained(one, *more)
+    made = trained(other, "cpu_offload=True", *more)
+    assert all(torch.equal(a, b) for a, b in zip(values(one), values(other)))
+    assert all(
+        value.device.type == "cpu" for value in made.state[other.named_params[0][1]].values() if torch.is_tensor(value)
+    )
 
 
 def test_its_muon_is_muon_along_the_plain_momentum_and_short_sides_are_adamws() -> None:

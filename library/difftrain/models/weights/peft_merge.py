@@ -129,9 +129,8 @@ class PeftMerge:
         """Let PEFT merge one layer. Raises ConfigFault where its tensors have other shapes."""
         peft, holder = library(), nn.Module()
         out, into = weight.shape[:2]
-        holder.layer = (
-            nn.Linear(into, out, False) if weight.ndim == 2 else nn.Conv2d(into, out, weight.shape[2:], bias=False)
-        )  # type: ignore[arg-type]
+        sides: Any = tuple(weight.shape[2:])
+        holder.layer = nn.Conv2d(into, out, sides, bias=False) if sides else nn.Linear(into, out, bias=False)
         holder.layer.weight = nn.Parameter(weight.cpu(), requires_grad=False)
         config = peft.PeftConfig.from_pretrained(str(self._homes[folder]))
         for field in ("rank_pattern", "alpha_pattern"):
@@ -189,7 +188,7 @@ def fuse_by_peft(choice: AdapterChoice, family: BaseFamily, modules: Mapping[str
                 continue
             base: Any = getattr(layer, "base_layer", layer)
             for leaf in ("weight", "bias"):
-                value = getattr(base, leaf, None)
+                value: Any = getattr(base, leaf, None)
                 made = merge(folder, f"{name}.{leaf}", value) if isinstance(value, torch.Tensor) else None
                 if made is not None:
                     value.copy_(made.to(value.dtype))

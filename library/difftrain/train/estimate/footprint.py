@@ -159,10 +159,10 @@ def matrix_share(parts: Parts) -> float:
     )
 
 
-def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
+def state_bytes(cfg: TrainConfig, matrices: float = 1.0, *, everywhere: bool = False) -> float:
     """Return the bytes of state that the optimizer keeps for a parameter: counted on small ones after a step.
 
-    matrices: the share of matrices within blocks, of which Muon keeps less.
+    everywhere: also what waits on the host between updates. matrices: the share of matrices within blocks, of which Muon keeps less.
     """
     full = cfg.training.full_precision
     dtype = DTYPES[full] if full and weights_kept(cfg.training) == "none" else torch.float32
@@ -173,6 +173,8 @@ def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
     for probe in probes.values():
         probe.grad = torch.full_like(probe, 1e-3)
     optimizer.step()
+    if getattr(optimizer, "cpu_offload", False) and not everywhere:
+        return 0.0
     return sum(share * _state_of(optimizer.state[probes[name]], probes[name]) for name, share in shares.items())
 
 
@@ -403,7 +405,8 @@ def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_bat
         export += sum((HALF if half else layer.wide_dtype.itemsize) * layer.wide_shape.numel() for layer in packed)
         export -= sum((HALF if half else layer.weight.element_size()) * layer.weight.numel() for layer in packed)
     averages = cfg.ema.enable + len(cfg.ema.profiles or ())
-    checkpoint = moving * (FP32 + state_bytes(cfg, matrix_share(parts)) + FP32 * averages)
+    state = state_bytes(cfg, matrix_share(parts), everywhere=True)
+    checkpoint = moving * (FP32 + state + FP32 * averages)
 
     # how many: by steps, by epochs, and at the end
     by_step = save.naming != "kohya"
