@@ -49,6 +49,7 @@ SIBLINGS = {
     "wan_2_2": "wan",
     "wan_2_2_i2v": "wan_i2v",
     "wan_2_2_5b": "wan",
+    "cosmos_predict2_video": "cosmos_predict2",
 }
 # those whose operators are another's, too
 SIBLINGS_ON_DEVICES = SIBLINGS | {

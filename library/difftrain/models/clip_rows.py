@@ -114,6 +114,23 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         takes=("model.train_only", "model.first_frame_conditioning_p"),
         defaults={"model.t5_max_length": 512},
     ),
+    "cosmos_predict2_video": flow_row(
+        title="Cosmos-Predict2 image to video",
+        network="Cosmos-Predict2-Video",
+        target="difftrain.models.families.cosmos_predict2_video:CosmosPredict2Video",
+        pipeline="Cosmos2VideoToWorldPipeline",
+        parts={
+            "transformer": "diffusers:CosmosTransformer3DModel",
+            "vae": "diffusers:AutoencoderKLWan",
+            "text_encoder": "transformers:T5EncoderModel",
+        },
+        encoders=("t5",),
+        tasks=("image-to-video", "text-to-image"),
+        shown_frames=1,
+        clips=ClipFacts(fps=16, every=4),
+        takes=("model.train_only",),
+        defaults={"model.t5_max_length": 512},
+    ),
     "hunyuan_video": flow_row(
         title="HunyuanVideo",
         network="HunyuanVideo",

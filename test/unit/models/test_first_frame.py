@@ -79,3 +79,20 @@ def test_a_step_learns_of_clips_with_a_given_frame(tiny: Tiny) -> None:
 
 def test_only_models_that_learn_it_take_it() -> None:
     assert FIRST_FRAME not in loaded(config(NAME)).family.features.draws
+
+
+def test_of_a_frame_that_is_always_given_nothing_is_learnt_either() -> None:
+    """Of a network that reads its latents: neither its noise nor what is said of it matters."""
+    tiny = loaded(config("cosmos_predict2_video"))
+    inputs = tiny.inputs()
+    loss = tiny.loss(inputs)
+    noisier = inputs.x_t.clone()
+    noisier[:, :, 0] += 1
+    torch.testing.assert_close(tiny.loss(replace(inputs, x_t=noisier)), loss)
+    prediction = torch.randn(inputs.x_t.shape, generator=torch.Generator().manual_seed(1))
+    error = (prediction - inputs.target).square()[:, :, 1:]
+    sums = tiny.family.loss_sums((prediction,), inputs)
+    torch.testing.assert_close(sums["loss"], error.flatten(1).mean(1).sum())
+    bucket = bucket_of("cosmos_predict2_video")
+    picture = tiny.family.inputs(batch_of(tiny.family, Bucket(bucket.height, bucket.width)), tiny.parts)
+    assert picture.mask is None and float(tiny.loss(picture).detach()) > 0.1

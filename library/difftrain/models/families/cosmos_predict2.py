@@ -38,7 +38,7 @@ class CosmosPredict2(ModelFamily):
     blocks = ("transformer_blocks",)
     zero = r"norm[123]\.linear_2\.|^norm_out\.linear_2\.|^proj_out\."
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"))
-    agree = (
+    agree: tuple[Agree, ...] = (
         Agree("transformer.in_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.out_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.text_embed_dim", lambda s: s["text_encoder"]["d_model"], "text_encoder's d_model"),
