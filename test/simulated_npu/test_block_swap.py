@@ -95,7 +95,18 @@ def measured(cfg: TrainConfig) -> tuple[list[float], int, int]:
     return losses, torch.npu.max_memory_allocated() - before, copied
 
 
-@pytest.mark.parametrize(("kind", "again"), [(None, False), ("int8", True)])
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        (None, False),
+        ("int8", True),
+        pytest.param("int8", False, marks=NIGHTLY),
+        pytest.param("nf4", False, marks=NIGHTLY),
+    ],
+)
 def test_the_bits_are_those_without_and_the_peak_goes_down_as_planned(
     sizes: Path, kind: str | None, again: bool
 ) -> None:
@@ -110,7 +121,7 @@ def test_the_bits_are_those_without_and_the_peak_goes_down_as_planned(
         losses.append(of_run)
         peaks.append(peak)
         plans.append(plan.total)
-        if kind is None:  # in few bits Python's references of operators keep wide weights for a while
+        if not again:  # 10 MB of an allocator's rounding are more than a tenth of so small a model without activations
             assert plan.total == pytest.approx(peak, rel=0.10), (plan, peak)
     assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
     saved = plans[0] - plans[1]

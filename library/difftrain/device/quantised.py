@@ -16,6 +16,7 @@ with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.grad import conv2d_input
+
+from difftrain.device import nf4_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +106,14 @@ def decode(kind: str, shape: torch.Size, dtype: torch.dtype, codes: Tensor, scal
     if kind == "bf16":
         even = codes.storage_offset() % 2 == 0  # a piece of what an engine gathers may lie anywhere
         return (codes if even else codes.clone()).view(torch.bfloat16).to(dtype)
+    if kind == "nf4" and shape.numel() >= nf4_kernel.FEWEST and not (codes.is_meta or torch.compiler.is_compiling()):
+        widen = nf4_kernel.faster(codes.device, dtype, partial(_scaled, kind, dtype), levels)
+        return widen(codes, scale, levels)[: shape.numel()].view(shape)
+    return _scaled(kind, dtype, codes, scale, levels)[: shape.numel()].view(shape)
+
+
+def _scaled(kind: str, dtype: torch.dtype, codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+    """Return the numbers of a weight one after another, with those that fill a last block."""
     rows = codes.flatten(1)
     factors = scale.reshape(-1, 1)
     if codes.device.type != "cpu" or dtype == torch.float32 or torch.compiler.is_compiling():
@@ -111,7 +122,7 @@ def decode(kind: str, shape: torch.Size, dtype: torch.dtype, codes: Tensor, scal
         wide = torch.empty((len(rows), levels.shape[1] * rows.shape[1] or rows.shape[1]), dtype=dtype)
         for these in _chunks(wide):
             wide[these] = _levels(kind, rows[these], levels).mul_(factors if len(factors) == 1 else factors[these])
-    return wide.flatten()[: shape.numel()].view(shape)
+    return wide.flatten()
 
 
 def _levels(kind: str, rows: Tensor, levels: Tensor) -> Tensor:
@@ -130,7 +141,7 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(rows), step))
 
 
-def _levels_of(kind: str) -> Tensor:
+def levels_of(kind: str) -> Tensor:
     """Return what each byte stands for; nothing of kinds whose codes are numbers."""
     if kind == "fp8":  # the two codes that are no number are refused where a file is read
         return torch.arange(256).to(torch.uint8).view(FP8).float().nan_to_num(0.0)[:, None]
@@ -170,7 +181,7 @@ def hollow(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> None:
             codes, scale = encode(kind, torch.empty(layer.wide_shape))
         layer.weight = nn.Parameter(codes, requires_grad=False)
         layer.register_buffer("scale", scale, persistent=False)
-        layer.register_buffer("levels", _levels_of(kind), persistent=False)
+        layer.register_buffer("levels", levels_of(kind), persistent=False)
 
 
 def refresh(module: nn.Module) -> None:
@@ -241,7 +252,7 @@ class QuantisedLayer(nn.Module):
         if self._is_view(codes, value) and not mapped:
             codes = codes.clone()
         self.weight = nn.Parameter(codes, requires_grad=False)
-        self.scale, self.levels = scale, _levels_of(self.kind)
+        self.scale, self.levels = scale, levels_of(self.kind)
 
     @staticmethod
     def _is_view(codes: Tensor, value: Tensor | Stored) -> bool:

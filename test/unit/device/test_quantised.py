@@ -16,7 +16,7 @@ from sdxl import batch_of, config, loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from difftrain.device import quantised
+from difftrain.device import nf4_kernel, quantised
 from difftrain.models import unet as unets
 from difftrain.models.placeholder import fill
 
@@ -38,7 +38,7 @@ def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def there_and_back(kind, weight, dtype=torch.float32):
     codes, scale = quantised.encode(kind, weight)
-    return quantised.decode(kind, weight.shape, dtype, codes, scale, quantised._levels_of(kind))
+    return quantised.decode(kind, weight.shape, dtype, codes, scale, quantised.levels_of(kind))
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e6])
@@ -70,6 +70,40 @@ def test_levels_of_nf4_are_quantiles_of_a_normal_distribution():
     above, below = ([NormalDist().inv_cdf(p) for p in np.linspace(offset, 0.5, count)[:-1]] for count in (9, 8))
     levels = np.array(sorted([*above, 0.0, *(-each for each in below)]))
     assert np.abs(levels / levels.max() - np.array(quantised.NF4)).max() < 2e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_faster_way_to_make_nf4_wide_has_the_same_bits_and_is_looked_for_once(dtype, monkeypatch, caplog):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(nf4_kernel, "_chosen", {})
+    monkeypatch.setattr(nf4_kernel, "_seconds", lambda decode, *tensors: float("scaled" in repr(decode)))
+    caplog.set_level("INFO", "difftrain")
+    weight = torch.randn(1025, 1025)  # its last block is not full
+    codes, scale = quantised.encode("nf4", weight)
+    found = [quantised.decode("nf4", weight.shape, dtype, codes, scale, quantised.levels_of("nf4")) for _ in range(2)]
+    monkeypatch.setattr(nf4_kernel, "FEWEST", 1 << 30)
+    expected = quantised.decode("nf4", weight.shape, dtype, codes, scale, quantised.levels_of("nf4"))
+    assert all(torch.equal(value, expected) for value in found)
+    assert [("bitsandbytes" in line, "ms" in line) for line in caplog.messages] == [(True, True)]
+    assert "decode" in repr(nf4_kernel._chosen[torch.device("cpu").type, dtype])
+
+
+def test_what_fails_or_has_other_bits_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(nf4_kernel, "is_installed", lambda name: True)
+    caplog.set_level("INFO", "difftrain")
+    levels = quantised.levels_of("nf4")
+
+    def ours(codes, scales, levels):
+        return codes.float().flatten()
+
+    def fails(dtype):
+        raise OSError("no such library")
+
+    for theirs, why in ((fails, "no such library"), (lambda dtype: lambda *args: ours(*args) + 1, "other bits")):
+        monkeypatch.setattr(nf4_kernel, "_chosen", {})
+        monkeypatch.setattr(nf4_kernel, "_theirs", theirs)
+        assert nf4_kernel.faster(torch.device("cpu"), torch.float32, ours, levels) is ours
+        assert why in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (5, 33)])  # whole blocks, and one that is filled up
