@@ -125,7 +125,8 @@ def test_the_bits_are_those_without_and_the_peak_goes_down_as_planned(
             assert plan.total == pytest.approx(peak, rel=0.10), (plan, peak)
     assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
     saved = plans[0] - plans[1]
-    assert saved > 0.25 * plans[0] and peaks[0] - peaks[1] >= 0.9 * saved
+    share = 0.25 if kind != "nf4" else 0.15  # of whose blocks less is left to move
+    assert saved > share * plans[0] and peaks[0] - peaks[1] >= 0.9 * saved
     assert copied == swapped_of(cfg).traffic
 
 
