@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -45,6 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.toml").write_text(f'{text}control_path = "{folder / "pictures"}"\n')  # each is edited into itself
     for family in STAND_INS.values():
         write_tiny(folder / family, family)
+        if "model.expert" in FAMILIES[family].takes:  # of either expert
+            shutil.copytree(folder / family / "transformer", folder / family / "transformer_2")
     return folder
 
 
@@ -96,7 +99,10 @@ def _overrides(name: str, place: Path, out: Path) -> list[str]:
 
 
 # families whose tiny recipe runs whole beside it (test_family_runs.py), or whose sibling's recipe runs here
-NIGHTLY = {f"{family}/base.toml" for family in ("flux", "flux2_klein", "qwen_image_edit_plus")}
+NIGHTLY = {
+    f"{family}/base.toml" for family in ("flux", "flux2_klein", "qwen_image_edit_plus", "wan_flf2v", "wan_2_2_i2v")
+}
+NIGHTLY |= {"wan_2_2_i2v/low.toml", "wan_2_2_i2v/tiny.toml", "wan_flf2v/tiny.toml", "wan_2_2_5b/tiny.toml"}
 
 
 @pytest.mark.parametrize(
