@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from difftrain.data.media.clips import decode_clip
 from difftrain.demo import datasets
 from difftrain.demo.datasets import DemoPicture
 from difftrain.demo.make import TRAIN, UNSEEN
@@ -109,8 +111,20 @@ def frames_of(clip: EmojiClip) -> np.ndarray:
     return np.stack(frames)
 
 
+def captions_of(folder: Path) -> list[str]:
+    """Return the captions of a folder of clips, by name."""
+    return [file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.txt"))]
+
+
+def some_frames(folder: Path) -> np.ndarray:
+    """Return every fourth frame of the clips of a folder. Shape: (N, 3, H, W) uint8."""
+    frames = []
+    for file in sorted(folder.glob("*.mp4")):
+        frames.append(decode_clip(file, first=0, frames=FRAMES, fps=Fraction(RATE))[::4])
+    return np.ascontiguousarray(np.concatenate(frames).transpose(0, 3, 1, 2))
+
+
 def prompts(folder: Path) -> list[str]:
     """Return some captions of a folder of clips, evenly spaced."""
-    files = sorted(folder.glob("*.txt"))
-    step = max(1, len(files) // NUM_SHOWN)
-    return [file.read_text(encoding="utf-8").strip() for file in files[::step][:NUM_SHOWN]]
+    captions = captions_of(folder)
+    return captions[:: max(1, len(captions) // NUM_SHOWN)][:NUM_SHOWN]

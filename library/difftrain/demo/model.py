@@ -18,7 +18,8 @@ import torch
 from difftrain.config import LossSection, ModelSection, TrainConfig, TrainingSection
 from difftrain.config.hidden_imports import collect_again
 from difftrain.data.media.media import decode
-from difftrain.demo import recipe, splits
+from difftrain.demo import clips, recipe, splits
+from difftrain.demo.make import FRAME_BUCKETS
 from difftrain.models.facts import Text
 from difftrain.models.registry import make_family
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2
@@ -26,7 +27,7 @@ from difftrain.models.text.clip_vocabulary import ClipVocabulary, learn_merges
 from difftrain.models.text.llm_vocabulary import LlmVocabulary
 from difftrain.models.text.see import IMAGE
 from difftrain.models.text.t5_vocabulary import T5Vocabulary
-from difftrain.models.vae.fit import channels_last, closed_form_encoder, principal, psnr, train_decoder
+from difftrain.models.vae.fit import channels_last, closed_form_encoder, hold_frames, principal, psnr, train_decoder
 from difftrain.models.vae.latents import posterior
 from difftrain.report.progress import SIGNS, Progress
 
@@ -185,7 +186,12 @@ class DemoFit(NamedTuple):
         return DemoFit(self.merges, *steps)
 
 
-FITS = {"shapes": DemoFit(52, 250, 100), "emoji": DemoFit(1000, 800, 300), "pairs": DemoFit(20, 800, 0)}
+FITS = {
+    "shapes": DemoFit(52, 250, 100),
+    "emoji": DemoFit(1000, 800, 300),
+    "pairs": DemoFit(20, 800, 0),
+    "clips": DemoFit(20, 400, 0),
+}
 _MARKS = {"image_token_id": IMAGE, "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 SEEN = 128 * 128  # pixels that an encoder reads of a picture, which has been brought to a family's area before
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
@@ -200,7 +206,8 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: 
     """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
     from difftrain.models.weights.find import shipped_sizes
 
-    captions, steps = list(splits.captions_of(data)), FITS[dataset].scaled(scale)
+    moves = dataset in FRAME_BUCKETS
+    captions, steps = list((clips if moves else splits).captions_of(data)), FITS[dataset].scaled(scale)
     described: Any = make_family(_config(family, "demo"))
     vocabularies = _vocabularies(captions, steps.merges, described.texts)
     with tempfile.TemporaryDirectory() as aside:
@@ -212,8 +219,10 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: 
             fields[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
 
         def fit(model: Any, parts: Any) -> None:
-            pictures = load_pictures(data)
+            pictures = torch.from_numpy(clips.some_frames(data)) if moves else load_pictures(data)
             fit_vae(parts.frozen["vae"], pictures, steps.vae_steps, log)
+            if moves:
+                hold_frames(parts.frozen["vae"])
             model.sights = tuple(sight and replace(sight, most=SEEN) for sight in model.sights)
             if steps.text_steps:
                 _fit_clips(model, parts, captions, pictures, steps.text_steps, log)

@@ -83,6 +83,6 @@ def _seconds(decode: Decode, *tensors: Tensor) -> float:
         began = time.perf_counter()
         decode(*tensors)
         if tensors[0].device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.get_device_module(tensors[0].device).synchronize()
         best = min(best, time.perf_counter() - began)
     return best

@@ -19,6 +19,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         },
         encoders=("umt5",),
         tasks=("text-to-video", "text-to-image"),
+        sizes=("tiny", "demo"),
         clips=ClipFacts(fps=16, every=4),
         takes=("model.train_only", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},

@@ -61,7 +61,7 @@ def test_when_it_is_due(fields: dict[str, Any], found: list[int]) -> None:
 class Measured:
     """An engine whose loss is 1 under the weights as trained and 2 under averaged ones; it notes nothing else."""
 
-    dp_rank, dp_size, weights = 0, 1, 1.0
+    dp_rank, dp_size, leads, weights = 0, 1, True, 1.0
 
     def evaluate(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
         return {"loss": torch.tensor(self.weights * sum(batch.counts["samples"] for batch in micro))}

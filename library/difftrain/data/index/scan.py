@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import DATABASE, IndexSummary
 from difftrain.data.index.inspection import CAPTIONLESS, PASSING
 from difftrain.data.index.shared_sources import KINDS, firsts_of, list_shared_sources
 from difftrain.data.index.writer import IndexWriter, disk_faults
 from difftrain.data.sources import SourceInfo, open_source
-from difftrain.data.sources.base import FileRef, is_picture, printable, split_suffix
+from difftrain.data.sources.base import VIDEO_SUFFIXES, FileRef, is_picture, printable, split_suffix
 from difftrain.data.sources.captions import blanks_in, named_by, names_in
 from difftrain.data.sources.folder import walk
 
@@ -183,7 +184,9 @@ def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
         listed = ", ".join(f"{count} {kind}" for kind, count in remaining[:6]) + (
             " and more" if len(remaining) > 6 else ""
         )
-        yield f"{root}: files that are not data of this kind, not read: {listed}"
+        unread = VIDEO_SUFFIXES & {kind for kind, _ in remaining}
+        remedy = f" ({option('data.frame_buckets')} says which videos are read)" if unread else ""
+        yield f"{root}: files that are not data of this kind, not read: {listed}{remedy}"
 
 
 def name_files(

@@ -121,6 +121,26 @@ def closed_form_encoder(vae: Any, pictures: Tensor, *, whiten: float = 1.0) -> N
     _finish(vae, layers, plan, *_standardised(x, whiten, layers.scaling))
 
 
+@torch.no_grad()
+def hold_frames(vae: Any) -> None:
+    """Let a VAE of clips see every fourth frame and hold it, in place: what was fitted to images alone knows no other.
+
+    Of causal convolutions the last tap in time stays, which sees the frame itself; what halves time keeps the last of
+    two frames, and what doubles it shows each twice.
+    """
+    for conv in vae.modules():
+        if isinstance(conv, torch.nn.Conv3d) and conv.kernel_size[0] > 1:
+            conv.weight[:, :, :-1] = 0.0
+    for module in vae.modules():
+        conv = getattr(module, "time_conv", None)
+        if conv is not None:
+            conv.weight.zero_()
+            conv.bias.zero_()
+            width = conv.in_channels
+            for start in range(0, conv.out_channels, width):
+                conv.weight[range(start, start + width), range(width), -1, 0, 0] = 1.0
+
+
 def _channel_plan(layers: _EncoderLayers) -> list[list[int]]:
     """Give every group of the last norm its share of latent channels."""
     groups, width = layers.groups, layers.widths[-1]
