@@ -216,6 +216,10 @@ _QWEN3 = {
     "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8,
 }  # fmt: skip
+_CLIP_VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "projection_dim": 16,
+}  # fmt: skip
 _MISTRAL3 = {
     "text_config": {"model_type": "mistral", **_QWEN3},
     "vision_config": {
@@ -233,6 +237,8 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2_5_VLForConditionalGeneration": (_QWEN, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3Model": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Qwen3ForCausalLM": (_QWEN3, "lm_head.weight"),
+    "LlamaModel": (_QWEN3, "layers.0.self_attn.q_proj.weight"),
+    "CLIPVisionModel": (_CLIP_VISION, "vision_model.encoder.layers.0.mlp.fc1.weight"),
     "LlamaForCausalLM": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Mistral3ForConditionalGeneration": (_MISTRAL3, "language_model.model.layers.0.self_attn.q_proj.weight"),
     "Gemma2Model": (_QWEN3, "layers.0.self_attn.q_proj.weight"),

@@ -40,7 +40,9 @@ def test_a_caption_names_the_emoji_alone() -> None:
     assert clip.caption == f"red apple, {clips.MOTIONS[1].caption}"
 
 
-def test_the_folder_is_made_with_a_model_whose_vae_is_fitted_to_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_made_with_a_model_whose_vae_is_fitted_to_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_packages(tmp_path / "cache" / "difftrain" / "npm")
     home = tmp_path / "demo"
