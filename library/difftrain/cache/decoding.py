@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 
 CHANGED_SINCE = "changed since"
+_MOST_HASHED = 1 << 14
 # kinds of reasons that lie in this moment or this machine, not in the picture's bytes
 _RETRIED = (*PASSING, UNREADABLE, CHANGED_SINCE, "unsupported format")
 
@@ -95,7 +96,7 @@ class DecodingDataset(Dataset[Any]):
         kind: Cut = "mask" if self._masks else "reference" if self._control else "image"
         self._transforms = MediaTransforms(data.recipes, manifest.fingerprint, manifest.storage, kind)
         self._bad: dict[int, str] = {}
-        self._hashed: tuple[MediaRef | None, bytes] = None, b""  # the last video, and the hash of its bytes
+        self._hashed: dict[MediaRef, bytes] = {}  # of videos, whose clips are in several batches
 
     def pass_over(self, bad: Mapping[int, str]) -> None:
         """Leave out pictures that cannot be decoded here: record id -> reason. For workers that start from now on."""
@@ -224,9 +225,11 @@ class DecodingDataset(Dataset[Any]):
         assert record.clip is not None
         source, window = record.media.source, window._replace(flip=False)
         if address is not None:
-            if self._hashed[0] != record.media:  # the clips of a video are neighbours
-                self._hashed = record.media, content_of_file(self._index.open_media(record.media))[0]
-            made = self._transforms.address(source, record.size_hw, flip, self._hashed[1], record.clip)
+            if record.media not in self._hashed:
+                if len(self._hashed) >= _MOST_HASHED:
+                    self._hashed.clear()
+                self._hashed[record.media] = content_of_file(self._index.open_media(record.media))[0]
+            made = self._transforms.address(source, record.size_hw, flip, self._hashed[record.media], record.clip)
             if made != address:
                 raise Unusable(CHANGED_SINCE, "it is not what it was when it was indexed")
         return cut_clip(self._index.open_media(record.media), record, record.clip, recipe, window)

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from difftrain.config import hub_ids
+from difftrain.config.datasets.clips import reads_clips
 from difftrain.config.datasets.datasets import draws_captions
 from difftrain.config.layers import PATHS
 from difftrain.config.schema.families import row_of
@@ -90,6 +91,8 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
             continue
         value = getattr(getattr(cfg, section), field)
         if path in ADDED and value == default_of(path):
+            continue
+        if path == "data.framerate" and not reads_clips(cfg.data.frame_buckets):
             continue
         out[path] = _last_name(value) if path in NAMED and value else value
     for field in ("dirs", "reg_dirs"):

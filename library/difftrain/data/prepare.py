@@ -195,10 +195,11 @@ def _reading_hash(cfg: TrainConfig) -> str:
         reading["control"] = [cfg.data.num_control, folders, cfg.data.control_columns]
     clips = [
         [dataset.frame_buckets, dataset.framerate or cfg.data.framerate, dataset.video_clip_mode]
-        for dataset in datasets_of(cfg.data, cfg.captions)
         if reads_clips(dataset.frame_buckets)
+        else None
+        for dataset in datasets_of(cfg.data, cfg.captions)
     ]
-    if clips:
+    if any(clips):
         reading["clips"] = clips
     if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
         reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]

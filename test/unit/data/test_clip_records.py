@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from clip_files import SIZE_WH, numbered, numbered_bytes, numbers_of
 from PIL import Image
+from refusals import is_about
 
+from difftrain.cache.manifest.content_hash import picture_contents
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.clips import clip_buckets
-from difftrain.contracts import ClipFacts, Draw
+from difftrain.config.parse_keys import parse
+from difftrain.contracts import ClipFacts, ConfigFault, Draw
 from difftrain.contracts.family import Feature, FeatureSpec
 from difftrain.data.plan.plan import RankShare
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
@@ -158,7 +161,7 @@ def test_tars_and_parquet_hold_videos(tmp_path: Path) -> None:
     folder = tmp_path / "tars"
     folder.mkdir()
     files = {"a.mp4": numbered_bytes(12, fps=FPS), "a.txt": b"in a tar", "b.mp4": numbered_bytes(6, fps=FPS),
-             "b.json": json.dumps({"caption": "cut", "start": 0.125}).encode()}  # fmt: skip
+             "b.txt": b"of the text", "b.json": json.dumps({"caption": "cut", "start": 0.125}).encode()}  # fmt: skip
     with tarfile.open(folder / "0.tar", "w") as tar:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
@@ -166,6 +169,7 @@ def test_tars_and_parquet_hold_videos(tmp_path: Path) -> None:
             tar.addfile(info, io.BytesIO(content))
     data, _ = prepared(folder)
     assert clips(data) == {"0.tar!a.mp4": (0, 9), "0.tar!b.mp4#125-750": (0, 5)}
+    assert {"in a tar", "cut"} == {data.index.record(i).captions[0] for i in range(2)}
     by_name = {one.name.rpartition("!")[2]: one.id for one in map(data.index.record, range(2))}
     assert shown(data, by_name["a.mp4"]) == list(range(9)) and shown(data, by_name["b.mp4#125-750"]) == [1, 2, 3, 4, 5]
 
@@ -198,7 +202,7 @@ def test_what_cannot_be_a_clip_is_named(tmp_path: Path) -> None:
     assert clips(data) == {"good.mp4": (0, 9)}
     expected = {
         "brief.mp4": ("too short", "4 frames", "8 a second", "5"), "uncaptioned.mp4": ("no caption",),
-        "behind.mp4": ("7 s", "1.125 s"), "backwards.mp4": ("broken sidecar", "2 s", "1 s"), "cut.mp4": (),
+        "behind.mp4#7000-": ("7 s", "1.125 s"), "backwards.mp4": ("broken sidecar", "2 s", "1 s"), "cut.mp4": (),
         "named.mp4": ("no video",), "none.frames": ("no frames",),
     }  # fmt: skip
     assert reasons.keys() == expected.keys()
@@ -224,6 +228,79 @@ def test_images_among_clips_may_have_a_batch_of_their_own(epoch_batches: str, tm
             if uses := plan.micro_batch(step, number, share):
                 sizes[uses.bucket.bucket.frames].add(len(uses.rows))
     assert sizes == {1: {3}, 9: {1}} and cfg.batch_sizes == (1, 3)
+
+
+def test_parts_of_a_video_stand_each_by_itself(tmp_path: Path) -> None:
+    """What is wrong with one takes nothing from the others, nor from an image with a JSON of its own."""
+    folder = tmp_path / "a"
+    write(folder, "v.mp4", 40, None)
+    parts = [
+        {"start": 0, "end": 2, "caption": "good"}, {"start": 1}, {"start": 4.9, "caption": "brief"},
+        {"start": 2, "caption": "rest"}, {"start": 2, "end": 100, "caption": "the same"}, {"start": 9, "caption": "behind"},
+    ]  # fmt: skip
+    (folder / "v.json").write_text(json.dumps({"clips": parts}))
+    Image.fromarray(numbered(1)).save(folder / "i.png")
+    (folder / "i.json").write_text(json.dumps([{"start": "2020-01-01"}]))
+    (folder / "i.txt").write_text("an image")
+    data, _ = prepared(folder, max_rejected_share=1.0)
+    captions = {one.name.rpartition("/")[2]: one.captions for one in map(data.index.record, range(data.index.count))}
+    assert captions == {"v.mp4#0-2000": ("good",), "v.mp4#2000-5000": ("rest",), "i.png": ("an image",)}
+    kinds = {Path(one.path).name: one.reason.partition(":")[0] for one in data.rejects()}
+    assert kinds.pop("v.mp4#9000-").startswith("no such")
+    assert kinds == {
+        "v.mp4#1000-": "no caption", "v.mp4#4900-": "too short", "v.mp4#2000-100000": "same part twice",
+    }  # fmt: skip
+
+
+def test_what_lies_beside_a_video_is_watched(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write(folder, "v.mp4", 20, "first words")
+    (folder / "v.json").write_text(json.dumps({"start": 0}))
+    data, _ = prepared(folder)
+    assert data.index.record(0).captions == ("first words",)
+    (folder / "v.txt").write_text("other words")
+    data, _ = prepared(folder)
+    assert data.index.record(0).captions == ("other words",)
+    (folder / "v.json").write_text(json.dumps({"start": 0.5, "caption": "of the JSON"}))
+    data, _ = prepared(folder)
+    clip = data.index.record(0).clip
+    assert data.index.record(0).captions == ("of the JSON",) and clip is not None and clip.start_ms == 500
+
+
+def test_folders_of_frames_are_clips_in_kohyas_folders_too(tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    for name in ("10_cat/x.frames", "001_dance.frames"):
+        (root / name).mkdir(parents=True)
+        for number in range(10):
+            Image.fromarray(numbered(number)).save(root / name / f"{number}.png")
+    data, _ = prepared(root, max_rejected_share=1.0)
+    assert clips(data) == {"x.frames": (0, 9)} and data.index.record(0).captions == ("cat",)
+    assert data.index.sources[0].repeats == 10
+    assert [Path(one.path).name for one in data.rejects()] == ["001_dance.frames"]
+
+    # the bytes of all, and how many are shown a second, name what is cached of them
+    contents, passed = picture_contents(data.index, np.array([0]), look=True, log=print)
+    assert contents[0].any() and not passed
+    (root / "10_cat" / "x.json").write_text(json.dumps({"fps": 2 * FPS}))
+    again, _ = prepared(root, max_rejected_share=1.0)
+    others, _ = picture_contents(again.index, np.array([0]), look=True, log=print)
+    assert clips(again) == {"x.frames": (0, 5)} and (others[0] != contents[0]).any()
+
+
+def test_one_rate_counts_for_all_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "d.toml").write_text(
+        f"resolutions = [64]\nframe_buckets = [9]\nframerate = 12\n[[directory]]\npath = '{tmp_path}'\n"
+    )
+    (tmp_path / "run.toml").write_text("")
+    line = [f"--config={tmp_path / 'run.toml'}", f"--dataset={tmp_path / 'd.toml'}", "--model.type=ltx_video", "--model.init_from_config=tiny",
+            "--training.max_steps=1", f"--output.output_dir={tmp_path}"]  # fmt: skip
+    cfg = parse(line).config
+    assert cfg.data.framerate == 12 and cfg.data.datasets[0].framerate == 12
+    with (tmp_path / "d.toml").open("a") as file:
+        file.write(f"framerate = 24\n[[directory]]\npath = '{tmp_path}'\n")
+    with pytest.raises(ConfigFault) as caught:
+        parse(line)
+    assert any(is_about(fault, "--data.framerate", "12", "24") for fault in caught.value.faults)
 
 
 def test_the_clips_of_a_video_are_held_out_together(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ def act(job, beat):
             os._exit(7)
         if word == "slow outside":
             time.sleep(1.5)
+        if word == "three slow rows":
+            time.sleep(0.6)
+            yield position, (word, 1)
+            yield position, (word, 2)
         yield position, (word, os.getpid())
 """
 
@@ -122,3 +126,8 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
                 return  # ended; nobody reaps orphans in some containers
         time.sleep(0.1)
     pytest.fail("the worker outlived its parent")
+
+
+def test_an_item_of_several_rows_keeps_all_when_the_next_one_dies(run) -> None:
+    rows = run(["three slow rows", "exit", "fine"], workers=1, limit_s=5.0)
+    assert [word for word, _ in rows] == ["three slow rows"] * 3 + ["exit", "fine"]

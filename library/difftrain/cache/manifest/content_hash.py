@@ -28,7 +28,9 @@ from difftrain.cache.manifest.manifest import first_occurrences
 from difftrain.contracts import MediaRef, Reject
 from difftrain.data.index.index import DATABASE, Index, connect
 from difftrain.data.index.inspection import content_of, content_of_file
+from difftrain.data.media.media import Unusable
 from difftrain.data.sources.base import read_image
+from difftrain.data.sources.folder import size_and_time_of_all
 from difftrain.io.files import atomic_write, write_bytes
 
 Log = Callable[[str], None]
@@ -249,7 +251,10 @@ def _media_bytes(index: Index, low: int = 0, high: int = 1 << 62) -> Iterator[tu
 
 def _size_and_time(file: str) -> tuple[int | None, int | None]:
     try:
-        stat = Path(file).stat()
+        path = Path(file)
+        if path.is_dir():  # of frames
+            return size_and_time_of_all(path)
+        stat = path.stat()
     except OSError:
         return None, None
     return stat.st_size, stat.st_mtime_ns
@@ -313,6 +318,8 @@ class _HashReader:
                 return None, size, f"{CHANGED}: its size or time is not what it was when it was indexed"
         except OSError as error:
             return None, 0, f"{UNREADABLE}: {error.strerror or error}"
+        except Unusable as error:
+            return None, 0, f"{UNREADABLE}: {error}"
         return content, size, ""
 
 

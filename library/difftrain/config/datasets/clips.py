@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difftrain.contracts import ClipFacts
 
 # of files that are videos; pictures that move (.gif, .webp) are known by their content
-VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv")
+VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v")
 
 
 def clip_buckets(listed: Iterable[int], facts: ClipFacts) -> tuple[tuple[int, ...], list[str]]:

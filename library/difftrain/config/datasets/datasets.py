@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from difftrain.config.datasets.clips import reads_clips
 from difftrain.config.schema.sections import (
     CaptionSection,
     ClipSection,
@@ -44,9 +45,14 @@ def applied(cfg: TrainConfig, resolved: Resolved) -> TrainConfig:
         return cfg
     largest = max((dataset.resolution or (0, 0) for dataset in datasets), key=lambda size: size[0] * size[1])
     seed = cfg.validation.seed if resolved.validation_seed is None else resolved.validation_seed
+    rates = {dataset.framerate for dataset in datasets if reads_clips(dataset.frame_buckets)}
     changes: dict[str, dict[str, Any]] = {
         "loss": {"masked": cfg.loss.masked or resolved.masked},
-        "data": {"datasets": datasets, "resolution": largest if all(largest) else None},
+        "data": {
+            "datasets": datasets,
+            "resolution": largest if all(largest) else None,
+            "framerate": rates.pop() if len(rates) == 1 else cfg.data.framerate,
+        },
         "training": {
             "batch_size": max(dataset.batch_size for dataset in datasets),
             "image_batch_size": max((d.image_batch_size for d in datasets if d.image_batch_size), default=None),

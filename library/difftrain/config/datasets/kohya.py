@@ -13,7 +13,7 @@ from difftrain.config.datasets.reader import Table, TomlReader, converted
 from difftrain.config.paths import expanded, is_file, is_folder, toml_entry_point
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
+from difftrain.config.schema.sections import ClipSection, DatasetSection, SubsetSection, TrainConfig
 from difftrain.config.spellings.spelling import option
 
 # the command line's fields that a file can set for every data set; `sizes` it always does, by the keys of buckets
@@ -118,7 +118,8 @@ class KohyaReader(TomlReader):
                 made.append(subset)
         if made and all(subset.is_reg for subset in made):
             self.fault(location, "has only regularisation images", "add a subset to train on")
-        return DatasetSection(**values, subsets=tuple(made))
+        clips = {name: getattr(self.cfg.data, name) for name in ClipSection.model_fields}
+        return DatasetSection(**values, **clips, subsets=tuple(made))
 
     def subset(self, table: Table, location: str, levels: tuple[Table, ...]) -> SubsetSection | None:
         """Resolve one subset; None where it cannot be used, or asks not to be."""

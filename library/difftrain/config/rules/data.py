@@ -201,8 +201,14 @@ def clips(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     for _ in _places(cfg, "alpha_mask"):
         remedy = "leave it out; masks of their own hold for all frames of a clip"
         yield Finding(("data.alpha_mask", "data.frame_buckets"), "masks by alpha, which clips have not", remedy)
+    read = [one for one in datasets_of(cfg.data, cfg.captions) if reads_clips(one.frame_buckets)]
+    if len(rates := sorted({one.framerate or cfg.data.framerate or 0.0 for one in read})) > 1:
+        what = f"differs between the datasets: {', '.join(f'{rate:g}' for rate in rates)} frames a second"
+        yield Finding(
+            ("data.framerate",), what, "one rate for all clips of a run: models are told it, or have learnt it"
+        )
     cache = _cache_flag(cfg, "latents")
-    modes = {dataset.video_clip_mode for dataset in datasets_of(cfg.data, cfg.captions)}
+    modes = {dataset.video_clip_mode for dataset in read}
     if cache and "random" in modes:
         what = f"random contradicts {option(cache)}: it takes another moment of a video at every use"
         yield Finding(("data.video_clip_mode", cache), what, "multiple_overlapping caches all of a video")

@@ -56,6 +56,7 @@ _QUICK_MEANS = "headers and file ends are read, images are not decoded, duplicat
 _EXAMPLES = 3
 _INSPECT = "difftrain.data.index.inspection:inspect"
 _JOB_FILES = {FRAMES: 8, FULL: 32, QUICK: 512}
+_LEVELS = {QUICK: "quick", FULL: "full", FRAMES: "frames"}  # as a summary says it
 _EVERY_S = 10.0
 _MANY = 1 << 32
 
@@ -165,7 +166,7 @@ class _Builder:
             reasons={},
             sources=tuple(infos),
             shards=tuple(count_shards(writer, info) for info in infos),
-            verify="full" if level >= FULL else "quick",
+            verify=_LEVELS[level],
             notes=tuple(notes),
             stamp=self._refused(),
             reused=same,
@@ -272,7 +273,8 @@ class _Builder:
 
 
 def _equal_but_for_notes(previous: IndexSummary, new: IndexSummary) -> bool:
-    looked = previous.verify == new.verify or previous.verify == "full"
+    known = {name: level for level, name in _LEVELS.items()}
+    looked = known.get(previous.verify, 0) >= known[new.verify]
     before, now = ([_without_listing(info) for info in summary.sources] for summary in (previous, new))
     return looked and (before, previous.stamp) == (now, new.stamp)
 

@@ -49,7 +49,7 @@ SELECT records.row, records.content, files.size, files.mtime_ns, records.path, r
 FROM records JOIN files ON files.id = records.file
 """
 _CAPTIONLESS = """
-SELECT files.source, files.path, records.member FROM records JOIN files ON files.id = records.file
+SELECT files.source, files.path, records.member, {clip} FROM records JOIN files ON files.id = records.file
 WHERE records.captions = '[""]' ORDER BY records.row LIMIT ?
 """
 _PLACES = """
@@ -171,9 +171,11 @@ def _checked(read: T, types: Mapping[str, tuple[type, ...]]) -> T:
     return read
 
 
-def _behind(member: str | None) -> str:
-    """Return what stands behind a file's path in a record's name; that of a clip of a plain file begins with its #."""
-    return "" if not member else member if member.startswith("#") else f"!{member}"
+def _behind(member: str | None, clip: str | None) -> str:
+    """Return what stands behind a file's path in a record's name: a member; of several clips of a plain file which it is."""
+    if not member:
+        return ""
+    return member if clip and member == clip_of_json(clip).part else f"!{member}"
 
 
 def newest(folder: Path) -> Path | None:
@@ -350,7 +352,7 @@ class Index:
             captions=tuple(json.loads(captions)),
             size_hw=(height, width),
             content=content,
-            name=f"{self._labels[source]}/{file}" + _behind(member),
+            name=f"{self._labels[source]}/{file}" + _behind(member, clip),
             control=tuple(MediaRef(source, *reference) for reference in json.loads(control)) if control else (),
             clip=clip_of_json(clip) if clip else None,
         )
@@ -400,8 +402,9 @@ class Index:
 
     def captionless(self, most: int) -> list[str]:
         """Return the names of some records that have an empty caption because they had none."""
-        rows = self._connection().execute(_CAPTIONLESS, (most,))
-        return [f"{self._labels[source]}/{path}" + _behind(member) for source, path, member in rows]
+        clip = "records.clip" if self.has_clips else "NULL"
+        rows = self._connection().execute(_CAPTIONLESS.format(clip=clip), (most,))
+        return [f"{self._labels[source]}/{path}" + _behind(member, clip) for source, path, member, clip in rows]
 
     def places(self, sources: Sequence[int]) -> Iterator[tuple[int, int, str, str | None]]:
         """Iterate over (row, source, path, member) of the records of some sources, by row.

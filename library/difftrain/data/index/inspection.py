@@ -131,7 +131,7 @@ def inspect(job: PoolJob, beat: Heartbeat) -> Iterator[tuple[int, Accepted | Ref
                 if position in job.bad:
                     yield position, Refused(number, name, job.bad[position])
                 else:
-                    for row in _accept(work, number, file, item, position, beat):
+                    for row in _accept(work, number, file, item, position, beat, name):
                         yield position, row
             except Unusable as reason:
                 yield position, Refused(number, name, str(reason))
@@ -147,27 +147,37 @@ def _items(source: DataSource, file: FileRef) -> Iterator[SourceItem | BadItem]:
 
 
 def _accept(
-    work: FileBatch, number: int, file: FileRef, item: SourceItem | BadItem, position: int, beat: Heartbeat
-) -> list[Accepted]:
-    """Look at an item and return its rows: one of an image, one for each clip of a video. Raises: Unusable, OSError."""
+    work: FileBatch,
+    number: int,
+    file: FileRef,
+    item: SourceItem | BadItem,
+    position: int,
+    beat: Heartbeat,
+    called: str,
+) -> Sequence[Accepted | Refused]:
+    """Look at an item and return its rows: one of an image, one for each clip of a video, or each part that is none.
+
+    called: the item, in messages. Raises: Unusable, OSError.
+    """
     if isinstance(item, BadItem):
         kind, _, detail = item.reason.partition(": ")
         raise Unusable(kind, detail)
 
     # a picture without a caption is trained on only where that is allowed
     source, captions = work.source, item.captions
-    if not captions and not all(span.captions for span in item.spans or (Span(),)):
-        if not source.allow_empty:
-            kind, _, detail = item.lacking.partition(": ")
-            raise Unusable(kind, detail)
+    moves = source.clips is not None and _moves(item)
+    if not captions and source.allow_empty:
         captions = ("",)
+    if not captions and not (moves and item.spans):
+        kind, _, detail = item.lacking.partition(": ")
+        raise Unusable(kind, detail)
 
     # the mask and the references where such are due
     masks = Masks(source.masks, source.default_mask, source.masks_optional)
     name = item.path or item.member or file.path  # as base.picture_name
     masks.find(name)
-    if source.clips is not None and _moves(item):
-        return _accept_clips(work, number, file, item, captions, position, beat)
+    if moves:
+        return _accept_clips(work, number, file, item, captions, position, beat, called)
     if split_suffix(name)[1] in VIDEO_SUFFIXES:
         raise Unusable("no video", "the file is called a video, and its content is none")
     if item.size > MAX_IMAGE_BYTES:
@@ -204,7 +214,11 @@ def _moves(item: SourceItem) -> bool:
     if item.frames is not None:
         return True
     with item.open() as file:
-        return is_clip(file.read(_HEAD))
+        head = file.read(_HEAD)
+        if head[:4] == b"GIF8" and is_clip(head):  # one picture may have a delay, too
+            file.seek(0)
+            return probe_clip(file).frames > 1
+        return is_clip(head)
 
 
 @contextmanager
@@ -225,37 +239,48 @@ def _accept_clips(
     captions: tuple[str, ...],
     position: int,
     beat: Heartbeat,
-) -> list[Accepted]:
-    """Return the rows of a video's clips. Its packets are read, and frames where every one is asked for. Raises: Unusable, OSError."""
+    called: str,
+) -> list[Accepted | Refused]:
+    """Return the rows of a video's clips, and of parts that are none. Its packets are read, and frames where every one is
+    asked for. Raises: Unusable, OSError.
+    """
     source, settings = work.source, work.source.clips
     assert settings is not None
     if source.num_control:
         raise Unusable("a video", "it has no reference images")
-    with beat.item(position), _opened(item) as opened:
-        header = probe_clip(opened)
-        check_size(*header.size_wh)
-        made: list[tuple[Clip, tuple[str, ...]]] = []
+    with _opened(item) as opened:
+        with beat.item(position):
+            header = probe_clip(opened)
+            check_size(*header.size_wh)
+
+        # each part by itself: one that cannot be used takes nothing from the others
+        made: dict[str, tuple[Clip, tuple[str, ...]]] = {}
+        refused: list[Refused] = []
         for span in item.spans or (Span(),):
-            clips = clips_of(header.duration_ms, span, settings, parted=bool(item.spans))
-            made += [(clip, span.captions or captions) for clip in clips]
-        for clip, _ in made if work.level >= FRAMES else ():
-            decode_clip(
-                opened,
-                first=clip.first,
-                frames=clip.frames,
-                fps=Fraction(clip.fps),
-                start_ms=clip.start_ms,
-                cut=_forget,
-            )
+            try:
+                if not (own := span.captions or captions):
+                    raise Unusable("no caption", "neither the part nor its video has one")
+                for clip in clips_of(header.duration_ms, span, settings, parted=bool(item.spans)):
+                    if clip.part in made:
+                        raise Unusable("same part twice", "another part of the video begins and ends there")
+                    if work.level >= FRAMES:
+                        with beat.item(position):
+                            decode_clip(opened, first=clip.first, frames=clip.frames, fps=Fraction(clip.fps),
+                                        start_ms=clip.start_ms, cut=_forget)  # fmt: skip
+                    made[clip.part] = clip, own
+            except Unusable as reason:
+                if not item.spans:
+                    raise
+                refused.append(Refused(number, f"{called}#{span.start_ms}-{span.end_ms or ''}", str(reason)))
 
     rows = []
-    for clip, own in made:
+    for clip, own in made.values():
         member = f"{item.member or ''}{clip.part}" or None
         key = record_key(source.name, f"{item.key}{clip.part}" if item.key else key_path(file.path, member))
         words, (width, height) = json.dumps(own, ensure_ascii=False), header.size_wh
         located = (number, item.path, member, item.offset, item.length, width, height)
         rows.append(Accepted(*located, words, None, key, clip=clip_json(clip)))
-    return rows
+    return [*rows, *refused]
 
 
 def _forget(frame: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import VIDEO_SUFFIXES, FileRef, is_picture, printable, split_suffix
 from difftrain.data.sources.captions import blanks_in, named_by, names_in
 from difftrain.data.sources.folder import walk
+from difftrain.data.sources.side_files import SUFFIX
 
 _FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
 _PAGE = 4096
@@ -37,7 +38,9 @@ CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER UNIQUE);
 """
 _FILES = """
 INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, caption)
-SELECT m.source, m.path, m.size, m.mtime_ns, ? || coalesce('|' || c.path || '|' || c.size || '|' || c.mtime_ns, ''),
+SELECT m.source, m.path, m.size, m.mtime_ns, ? || coalesce('|' || c.path || '|' || c.size || '|' || c.mtime_ns, '')
+       || coalesce((SELECT '|' || j.size || '|' || j.mtime_ns FROM scan.captions j
+                    WHERE j.source = m.source AND j.stem = m.stem AND {side}), ''),
        ?, {shard}, c.path
 FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = coalesce(
     (SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1),
@@ -203,7 +206,9 @@ def name_files(
     with disk_faults(writer.folder):
         for info in _distinct_sources(infos):
             shard = "row_number() OVER (ORDER BY m.path) - 1" if open_source(info).sharded else "NULL"
-            writer.db.execute(_FILES.format(shard=shard), (stamp_of(info), level, info.ordinal))
+            # the JSON of a video says more than a caption: a change of it is one beside a text, too
+            side = f"j.rank = {info.suffixes.index(SUFFIX)}" if info.frame_buckets and SUFFIX in info.suffixes else "0"
+            writer.db.execute(_FILES.format(shard=shard, side=side), (stamp_of(info), level, info.ordinal))
             if info.suffixes:
                 _count_captions(writer, info, listing)
     _count_named(writer, infos, listing)

@@ -241,11 +241,14 @@ def _end_with_parent() -> None:
 def _work(connection: Connection, job: PoolJob, beat: Heartbeat, handler: Handler) -> None:
     rows: list[Any] = []
     sent = time.monotonic()
-    position = job.start - 1
+    done = job.start - 1
     for position, row in handler(job, beat):
-        rows.append(row)
-        if len(rows) >= _ROWS_A_MESSAGE or time.monotonic() - sent > _SECONDS_A_MESSAGE:
-            connection.send(("rows", (position + 1, rows)))
+        # an item may have several rows, which go together: what is sent is not made again
+        late = len(rows) >= _ROWS_A_MESSAGE or time.monotonic() - sent > _SECONDS_A_MESSAGE
+        if rows and late and position != done:
+            connection.send(("rows", (done + 1, rows)))
             rows, sent = [], time.monotonic()
+        rows.append(row)
+        done = position
     if rows:
-        connection.send(("rows", (position + 1, rows)))
+        connection.send(("rows", (done + 1, rows)))

@@ -24,7 +24,7 @@ from difftrain.data.sources.base import (
     read_image,
     split_suffix,
 )
-from difftrain.data.sources.folder import is_folder, walk
+from difftrain.data.sources.folder import FRAMES, is_folder, walk
 from difftrain.data.sources.image_folder import has_metadata
 from difftrain.data.sources.side_files import SUFFIX
 
@@ -42,7 +42,7 @@ class Configured:
 
     infos: list[SourceInfo] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    kohya: list[tuple[Path, list[KohyaFolder]]] = field(default_factory=list)
+    kohya: list[tuple[Path, list[KohyaFolder], bool]] = field(default_factory=list)  # and whether videos are read
     kinds: dict[tuple[Path, int | None, bool], tuple[str, int]] = field(default_factory=dict)  # of folders looked at
 
     def kind(self, root: Path, deepest: int | None, *, videos: bool) -> tuple[str, int]:
@@ -56,9 +56,9 @@ class Configured:
 
         Raises: DataFault where a folder cannot be listed.
         """
-        for root, folders in self.kohya:
+        for root, folders, videos in self.kohya:
             try:
-                for path in outside(root, folders):
+                for path in outside(root, folders, videos=videos):
                     yield printable(f"{root}/{path}")
             except OSError as error:
                 raise DataFault(f"{error.filename or root}: cannot be listed ({error.strerror})") from None
@@ -150,7 +150,7 @@ def _add(
         known["frame_buckets"] = tuple(frames for frames in dataset.frame_buckets if frames > 1)
         known["fps"] = str(Fraction(str(dataset.framerate or data.framerate)).limit_denominator(1001))
         known["clip_mode"] = dataset.video_clip_mode
-        suffixes = (SUFFIX, *suffixes) if suffixes and SUFFIX not in suffixes else suffixes
+        suffixes = suffixes if SUFFIX in suffixes else (*suffixes, SUFFIX)
     known |= {"masks_optional": subset.masks_optional, "share": subset.share, "split": data.split or ""}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
@@ -193,8 +193,8 @@ def _add(
     if kind == "folder" and (depth == 1 or (as_kohya and depth == 0 and not subset.flat)):
         folders = kohya_folders(image_dir, bare=as_kohya, videos=videos)
     if folders:
-        made.kohya.append((image_dir, folders))
-        made.notes[-1:] = _about_kohya(image_dir, folders, subset.repeats if as_kohya else 1)
+        made.kohya.append((image_dir, folders, videos))
+        made.notes[-1:] = _about_kohya(image_dir, folders, subset.repeats if as_kohya else 1, videos=videos)
         for folder in folders:
             # a folder's own number is what counts, and what lies below it is nobody's (kohya)
             times = {"repeats": folder.repeats} if as_kohya else {}
@@ -220,14 +220,14 @@ def _unpaired(root: Path | str) -> str:
     )
 
 
-def _about_kohya(root: Path, folders: list[KohyaFolder], count: float) -> Iterator[str]:
+def _about_kohya(root: Path, folders: list[KohyaFolder], count: float, *, videos: bool) -> Iterator[str]:
     """Say which class folders there are, and what next to and below them is not read. count: repeats of the settings."""
     listed = ", ".join(f"{folder.name} x {folder.repeats}" for folder in folders[:8])
     more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
     yield f"{root}: kohya's <repeats>_<class> folders: {listed}{more}"
     if bare := [folder.name for folder in folders if not folder.words]:
         yield f"{root}: no class words in {', '.join(bare[:8])}: only caption files caption their images"
-    left = sorted(outside(root, folders))
+    left = sorted(outside(root, folders, videos=videos))
     if left:
         yield (
             f"{root}: {len(left):,} images lie next to or below these folders and are not trained on, as in kohya's "
@@ -259,7 +259,7 @@ def _kind(root: Path, deepest: int | None = None, *, videos: bool = False) -> tu
     level, depth, seen = [root], 0, Counter[str]()
     visited: set[tuple[int, int]] = set()
     while level and (deepest is None or depth <= deepest):
-        suffixes, below = _look(level, visited)
+        suffixes, below = _look(level, visited, videos=videos)
         seen += suffixes
         if kind := kind_of_suffixes(suffixes, videos=videos):
             return kind, depth
@@ -288,12 +288,13 @@ _ORDER: tuple[tuple[Callable[[str], bool], str], ...] = (
 
 def kind_of_suffixes(suffixes: Iterable[str], *, videos: bool = False) -> str:
     """Return the kind of a level by the suffixes of its files, or "" where none is data. videos: these are data, too."""
-    suffixes = {_VIDEO if videos and suffix in VIDEO_SUFFIXES else suffix for suffix in suffixes}
+    moving = (*VIDEO_SUFFIXES, FRAMES)
+    suffixes = {_VIDEO if videos and suffix in moving else suffix for suffix in suffixes}
     return next((kind for fits, kind in _ORDER if any(map(fits, suffixes))), "")
 
 
-def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str], list[Path]]:
-    """Count the suffixes of a level's files and return its sub-folders."""
+def _look(level: list[Path], visited: set[tuple[int, int]], *, videos: bool) -> tuple[Counter[str], list[Path]]:
+    """Count the suffixes of a level's files, and of its folders of frames; return its other sub-folders."""
     suffixes, below = Counter[str](), []
     for folder in level:
         stat = folder.stat()
@@ -308,7 +309,7 @@ def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if is_folder(entry):
+                if is_folder(entry) and not (videos and entry.name.endswith(FRAMES)):
                     below.append(Path(entry.path))
                 else:
                     suffixes[split_suffix(entry.name)[1]] += 1
@@ -348,22 +349,26 @@ def kohya_folders(root: Path, *, bare: bool = False, videos: bool = False) -> li
     """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
     folders = []
     for entry in os.scandir(root):
-        parsed = parse_name(entry.name, bare=bare) if is_folder(entry) else None
+        frames = videos and entry.name.endswith(FRAMES)  # a clip, and no class
+        parsed = parse_name(entry.name, bare=bare) if is_folder(entry) and not frames else None
         if parsed is not None and _holds_data(Path(entry.path), videos=videos):
             folders.append(parsed)
     return sorted(folders, key=lambda folder: folder.name)
 
 
-def outside(root: Path, folders: list[KohyaFolder]) -> Iterator[str]:
+def outside(root: Path, folders: list[KohyaFolder], *, videos: bool = False) -> Iterator[str]:
     """Iterate over pictures that lie in none of the folders, or below one: kohya passes them over, we name them."""
     inside = {folder.name for folder in folders}
-    for path, _ in walk(root):
+    for path, _ in walk(root, leaf=FRAMES if videos else None):
         folder, _, name = path.rpartition("/")
-        if is_picture(name) and folder not in inside:
+        if _is_data(name, videos=videos) and folder not in inside:
             yield path
 
 
 def _holds_data(folder: Path, *, videos: bool) -> bool:
-    suffixes = IMAGE_SUFFIXES | VIDEO_SUFFIXES if videos else IMAGE_SUFFIXES
     with os.scandir(folder) as entries:
-        return any(split_suffix(entry.name)[1] in suffixes and not entry.name.startswith(".") for entry in entries)
+        return any(_is_data(entry.name, videos=videos) and not entry.name.startswith(".") for entry in entries)
+
+
+def _is_data(name: str, *, videos: bool) -> bool:
+    return is_picture(name) or (videos and split_suffix(name)[1] in (*VIDEO_SUFFIXES, FRAMES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from difftrain.contracts import DataFault, MediaRef
 from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
+    VIDEO_SUFFIXES,
     BadItem,
     DataSource,
     FileRef,
@@ -32,6 +34,7 @@ from difftrain.io.files import open_regular, read_regular, refuse_irregular
 
 MAX_CAPTION_BYTES = 1 << 20
 FRAMES = ".frames"  # how the name of a folder ends whose pictures are the frames of a clip
+_WITH_SIDE_FILES = {*VIDEO_SUFFIXES, FRAMES, ".gif", ".webp"}  # what may be a video
 
 
 class FolderSource(DataSource):
@@ -42,14 +45,14 @@ class FolderSource(DataSource):
     def listing(self) -> Iterator[ListedFile]:
         suffixes, frames = media_suffixes(self.info), FRAMES if self.info.frame_buckets else None
         for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat, hidden=True, leaf=frames):
-            if frames and path.endswith(frames) and entry.is_dir():
-                yield ListedFile("media", path, *_size_and_time_of_all(self.root / path))
-                continue
             if path.rpartition("/")[2].startswith("."):
                 if is_media(path, self.info):
                     yield ListedFile("hidden", path)
                 continue
             if is_left_out(self.info, path, by_file=False):
+                continue
+            if frames and path.endswith(frames) and entry.is_dir():
+                yield ListedFile("media", path, *size_and_time_of_all(self.root / path))
                 continue
             suffix = split_suffix(path)[1]
             role = "media" if suffix in suffixes else "caption" if suffix in self.info.suffixes else "other"
@@ -60,7 +63,7 @@ class FolderSource(DataSource):
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         try:
-            side = self._side_file(file)
+            side = self._side_file(file.path)
             captions = side.captions or self._captions(file)
         except BadCaption as error:
             yield BadItem(None, str(error))
@@ -74,17 +77,20 @@ class FolderSource(DataSource):
         size, opener = image_file(path)
         yield SourceItem(None, 0, 0, size, captions, opener, lacking, spans=side.spans)
 
-    def _side_file(self, file: FileRef) -> SideFile:
-        """Read the JSON of a video; of an image, and where videos are not read, there is none. Raises BadCaption, OSError."""
-        if not self.info.frame_buckets or not file.caption or not file.caption.endswith(SUFFIX):
+    def _side_file(self, path: str) -> SideFile:
+        """Read the JSON of a video; of an image its caption counts alone. Raises BadCaption, OSError."""
+        stem, suffix = split_suffix(path)
+        side = next(
+            (stem + ending for ending in (SUFFIX, SUFFIX.upper()) if (self.root / (stem + ending)).is_file()), ""
+        )
+        if not side or not self.info.frame_buckets or suffix not in _WITH_SIDE_FILES:
             return SideFile()
-        data = read_regular(self.root / file.caption, MAX_CAPTION_BYTES)
-        return parse_side_file(data, file.caption, multi_line=self.info.multi_line)
+        return parse_side_file(read_regular(self.root / side, MAX_CAPTION_BYTES), side, multi_line=self.info.multi_line)
 
     def _lacking(self, file: FileRef) -> str:
         if self.info.captions_file:
             return captions_file.lacking(self.info, file.path)
-        if file.caption:
+        if file.caption and not (self.info.frame_buckets and file.caption.lower().endswith(SUFFIX)):
             return f"empty caption: {file.caption} is empty"
         return f"no caption: no {' or '.join(self.info.suffixes)} file with its name next to it"
 
@@ -94,11 +100,12 @@ class FolderSource(DataSource):
         if file.caption is None:
             return (self.info.words,) if self.info.words else ()
         path = self.root / file.caption
-        if file.caption.endswith(SUFFIX) and self.info.frame_buckets:  # which says no caption: that of a text beside it
-            texts = (path.with_suffix(suffix) for suffix in self.info.suffixes if suffix != SUFFIX)
-            path = next((text for text in texts if text.is_file()), path)
-            if path == self.root / file.caption:
+        if self.info.frame_buckets and file.caption.lower().endswith(
+            SUFFIX
+        ):  # there is no text, and a video's was read
+            if split_suffix(file.path)[1] in _WITH_SIDE_FILES:
                 return (self.info.words,) if self.info.words else ()
+            return parse_side_file(read_regular(path, MAX_CAPTION_BYTES), file.caption).captions
         with open_regular(path) as opened:
             size = os.fstat(opened.fileno()).st_size
             data = opened.read(min(size, MAX_CAPTION_BYTES))
@@ -115,8 +122,10 @@ class FolderSource(DataSource):
     def open_media(self, media: MediaRef) -> Path | FramesRef:
         path = self.root / media.path
         if media.path.endswith(FRAMES) and path.is_dir():
-            side = path.with_suffix(SUFFIX)
-            rate = parse_side_file(read_regular(side, MAX_CAPTION_BYTES), side.name).fps if side.is_file() else None
+            try:
+                rate = self._side_file(media.path).fps
+            except BadCaption as error:
+                raise OSError(errno.EINVAL, str(error), str(path)) from None
             return FramesRef(path, rate or Fraction(self.info.fps))
         refuse_irregular(path)
         return path
@@ -175,9 +184,12 @@ def listing_digest(folders: Sequence[str]) -> str:
     return state.hexdigest()
 
 
-def _size_and_time_of_all(folder: Path) -> tuple[int, int]:
-    """Return the bytes of a folder's files, and a number that changes with their names, sizes and times."""
+def size_and_time_of_all(folder: Path) -> tuple[int, int]:
+    """Return the bytes of a folder of frames, and a number that changes with its files and with the JSON beside it."""
     stats = sorted((name, *size_and_time(entry)) for name, entry in walk(folder, deep=False))
+    for side in (folder.with_suffix(SUFFIX), folder.with_suffix(SUFFIX.upper())):
+        if side.is_file():
+            stats.append((side.name, side.stat().st_size, side.stat().st_mtime_ns))
     digest = hashlib.blake2b(repr(stats).encode("utf-8", "surrogatepass"), digest_size=7).digest()
     return sum(size for _, size, _ in stats), int.from_bytes(digest, "little")
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from difftrain.contracts import MediaRef
 from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
+    VIDEO_SUFFIXES,
     BadItem,
     ControlImage,
     DataSource,
@@ -237,13 +238,14 @@ def _refuse(member: Member, suffix: str) -> str:
 def _item(file: str, opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> SourceItem | BadItem:
     stem, side = split_suffix(picture.name)[0], SideFile()
     try:
-        if info.frame_buckets and stem in shard.sidecars:
-            sidecar = shard.sidecars[stem]
-            side = parse_side_file(_text(opened, sidecar), sidecar.name, multi_line=info.multi_line)
+        if info.frame_buckets and stem in shard.sidecars and split_suffix(picture.name)[1] in VIDEO_SUFFIXES:
+            member = shard.sidecars[stem]
+            side = parse_side_file(_text(opened, member), member.name, multi_line=info.multi_line)
         if info.captions_file:
             captions = captions_file.captions_in(info, picture.name)
         else:
-            captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem), info.multi_line)
+            sidecar = shard.sidecars.get(stem)
+            captions = side.captions or _captions(opened, shard.texts.get(stem), sidecar, info.multi_line)
     except BadCaption as error:
         return BadItem(picture.name, str(error))
     if info.captions_file:
