@@ -245,10 +245,8 @@ def test_parts_of_a_video_stand_each_by_itself(tmp_path: Path) -> None:
     data, _ = prepared(folder, max_rejected_share=1.0)
     captions = {one.name.rpartition("/")[2]: one.captions for one in map(data.index.record, range(data.index.count))}
     assert captions == {"v.mp4#0-2000": ("good",), "v.mp4#2000-5000": ("rest",), "i.png": ("an image",)}
-    kinds = {Path(one.path).name: one.reason.partition(":")[0] for one in data.rejects()}
-    assert kinds.pop("v.mp4#9000-").startswith("no such")
-    assert kinds == {
-        "v.mp4#1000-": "no caption", "v.mp4#4900-": "too short", "v.mp4#2000-100000": "same part twice",
+    assert {Path(one.path).name for one in data.rejects()} == {
+        "v.mp4#1000-", "v.mp4#4900-", "v.mp4#2000-100000", "v.mp4#9000-",
     }  # fmt: skip
 
 
