@@ -22,6 +22,7 @@ from difftrain.data.media.clips import probe_clip
 from difftrain.models.registry import FAMILIES
 from difftrain.sampling import draw_pictures
 from difftrain.sampling.prompts import Prompt
+from difftrain.train.drawing import references_of
 
 PROMPTS = "a red star --w 64 --h 48 --d 7 --s 2 --l 3\na blue box --s 2 --n bad --w 32 --h 32\n"
 
@@ -133,8 +134,8 @@ def test_every_family_draws_from_its_folder(name: str, tmp_path: Path) -> None:
     extra = [f"--t5_max_length={model.t5_max_length}"] if row.objective == "flow" else []
     extra += [f"--llm_max_length={model.llm_max_length}"] if model.llm_max_length else []
     shown: tuple[str, ...] = ()
-    if row.control:
-        shown = (str(tmp_path / "reference.png"),) * tiny.family.num_control
+    if number := references_of(tiny.family.cfg):
+        shown = (str(tmp_path / "reference.png"),) * number
         Image.new("RGB", (64, 32), (200, 90, 20)).save(shown[0])
         extra += [f"--control={file}" for file in shown]
     assert drawn(*line, "--cfg=2", "--seed=5", f"--output={tmp_path / 'one.png'}", *extra) == 0
