@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from emoji_packages import CODES, write_packages
 
 from difftrain.data.media.clips import decode_clip, probe_clip
 from difftrain.demo import clips, make, prepare
 from difftrain.demo.datasets import DemoPicture
+from difftrain.models.vae.fit import closed_form_encoder, hold_frames, synthetic_pictures
+from difftrain.models.vae.latents import posterior
 
 
 def _middles(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -40,14 +43,11 @@ def test_a_caption_names_the_emoji_alone() -> None:
     assert clip.caption == f"red apple, {clips.MOTIONS[1].caption}"
 
 
-def test_the_folder_is_made_with_a_model_whose_vae_is_fitted_to_frames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_holds_clips_and_what_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_packages(tmp_path / "cache" / "difftrain" / "npm")
     home = tmp_path / "demo"
-    prepare.make("clips", home, 1e-4, lambda _: None, ("model", "data"), "wan")
-    assert (home / "model" / "model_index.json").is_file()
+    prepare.make("clips", home, 1.0, lambda _: None, ("data",), "wan")
     train, unseen = home / "pictures" / "train", home / "pictures" / "unseen"
     files = sorted(train.glob("*.mp4"))
     assert len(files) == 2 * len(CODES)
@@ -62,3 +62,24 @@ def test_the_folder_is_made_with_a_model_whose_vae_is_fitted_to_frames(
     assert all(
         line.endswith(" --f 17 --d " + str(n)) for n, line in enumerate((home / "prompts.txt").read_text().splitlines())
     )
+    assert clips.some_frames(train).shape == (5 * len(files), 3, 64, 64)
+
+
+def test_a_vae_that_is_fitted_to_images_sees_every_fourth_frame_and_holds_it() -> None:
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1,
+                           latents_mean=[0.0] * 4, latents_std=[1.0] * 4).eval()  # fmt: skip
+    pictures = synthetic_pictures(9, 32, 1)
+    closed_form_encoder(vae, pictures)
+    hold_frames(vae)
+    clip, _ = posterior(vae, pictures.transpose(0, 1)[None], fp32=True, batch_size=None)
+    alone, _ = posterior(vae, pictures[::4], fp32=True, batch_size=None)
+    torch.testing.assert_close(clip[0].transpose(0, 1), alone[:, :, 0])
+    with torch.no_grad():
+        frames = vae.decode(clip).sample[0].transpose(0, 1)
+        first = vae.decode(alone[:1]).sample[0].transpose(0, 1)
+    torch.testing.assert_close(frames[0], first[0])
+    for start in (1, 5):
+        torch.testing.assert_close(frames[start : start + 4], frames[start].expand(4, -1, -1, -1))
+    assert float((frames[1] - frames[5]).abs().max()) > 1e-3
