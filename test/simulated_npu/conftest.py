@@ -1,6 +1,7 @@
 """The npu tier: every test here runs under `test/simulated_npu/run`, and is marked npu."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,13 @@ def counted():
 
     simulator.reset()
     return simulator
+
+
+@pytest.fixture
+def clean_memory() -> Iterator[None]:
+    """Measure memory of what is alive: garbage of tests before is gone, and what a step leaves goes early and always."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(200, 5, 5)
+    yield
+    gc.set_threshold(*before)

@@ -20,6 +20,8 @@ from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.train.estimate.footprint import device_memory, swap_of
 
+pytestmark = pytest.mark.usefixtures("clean_memory")
+
 BUCKET, BATCH, WAITING = Bucket(128, 128), 1, 6
 # 4 double and 8 single blocks, wide enough that weights are most of the memory and allocators' rounding is none of it
 SIZE = {"num_layers": 4, "num_single_layers": 8, "num_attention_heads": 8, "attention_head_dim": 64}

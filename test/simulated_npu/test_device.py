@@ -122,6 +122,7 @@ def test_activations_wait_on_the_host_and_nobody_waits_for_them(npu: Device) -> 
     assert torch.equal(back, x) and memory.moved_bytes == 96
 
 
+@pytest.mark.usefixtures("clean_memory")
 def test_memory_is_told(npu: Device) -> None:
     npu.reset_peak_memory()
     before = npu.memory()

@@ -14,6 +14,8 @@ from difftrain.models.flops import blank_inputs
 from difftrain.models.registry import FAMILIES, make_family
 from difftrain.models.step_memory import step_peak
 
+pytestmark = pytest.mark.usefixtures("clean_memory")
+
 NPU, BUCKET, BATCH = "npu:0", Bucket(128, 128), 4
 # what is known to be off on a tiny model, whose text is many times as long as its image; strict: what is mended leaves here
 OFF = {
