@@ -64,7 +64,8 @@ class IndexColumns:
 
     Shapes: keys (N, 16) uint8, ascending byte by byte; width, height, shard, row (N,) uint32; source (N,) uint16.
     width and height are those after EXIF rotation. shard counts the tars or parquet files of a source by name, 0 for
-    plain files. row is the record's place in the database.
+    plain files. row is the record's place in the database. clips (N, 3) uint32: how many frames (1 of an image), the
+    first of them, milliseconds before it; None where there are images alone.
     """
 
     keys: np.ndarray
@@ -73,9 +74,7 @@ class IndexColumns:
     source: np.ndarray
     shard: np.ndarray
     row: np.ndarray
-    clips: np.ndarray | None = (
-        None  # (N, 3) uint32: frames, 1 of an image; the first; ms before; None: there are images alone
-    )
+    clips: np.ndarray | None = None
 
     @property
     def present(self) -> dict[str, np.ndarray]:
@@ -386,7 +385,7 @@ class Index:
         return self._sources[media.source].read(media)
 
     def open_media(self, media: MediaRef) -> MediaFile:
-        """Return the bytes of a picture or video to be read in place: a seekable file, or a path. Raises: OSError."""
+        """Return a picture or video to be read in place: a seekable file, a path, a folder of frames. Raises: OSError."""
         file = self._sources[media.source].open_media(media)
         return FramesFolder(*file) if isinstance(file, FramesRef) else file
 
