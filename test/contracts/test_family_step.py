@@ -14,6 +14,8 @@ from difftrain.contracts import EVERY, Batch
 
 # what is computed and thrown away: its gradient is there, and exactly zero
 SILENT = {  # what text asks in the last block
+    "hunyuan_video_15": r"\.1\.attn\.(add_q_proj|norm_added_q)\.",
+    "hunyuan_video_15_i2v": r"\.1\.attn\.(add_q_proj|norm_added_q)\.",
     "qwen_image": r"\.1\.attn\.(add_q_proj|norm_added_q)\.",
     "qwen_image_edit": r"\.1\.attn\.(add_q_proj|norm_added_q)\.",
     "qwen_image_edit_plus": r"\.1\.attn\.(add_q_proj|norm_added_q)\.",

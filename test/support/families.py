@@ -50,6 +50,7 @@ SIBLINGS = {
     "wan_2_2_i2v": "wan_i2v",
     "wan_2_2_5b": "wan",
     "cosmos_predict2_video": "cosmos_predict2",
+    "hunyuan_video_15_i2v": "hunyuan_video_15",
 }
 # those whose operators are another's, too
 SIBLINGS_ON_DEVICES = SIBLINGS | {
@@ -60,6 +61,7 @@ SIBLINGS_ON_DEVICES = SIBLINGS | {
     "wan_i2v": "cosmos_predict2",
     "ltx_video": "cosmos_predict2",
     "hunyuan_video": "hunyuan_image",
+    "cosmos": "cosmos_predict2",
 }
 
 

@@ -51,12 +51,12 @@ class Oracle:
 
     forward: (net, x_t, t, conditions, guidance) -> velocity as x_t. prompts: (pipeline, captions, length) -> conditions,
     under our names; None where a tiny vocabulary cannot agree. converter: of diffusers.loaders.single_file_utils, from
-    the original layout. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
+    the original layout, or a function that does the same. whole: of a file of all parts, by part: (stored, module, prefix) -> weights as diffusers makes
     them. sizes: (pipeline, features of sizes) -> conditions that it makes of them. released: by name, sizes of the denoisers
     that it is held to, and how many tensors these have. drawn: how its pipeline is called, once it trains.
     pipeline: loads an export, where diffusers has no pipeline of the family. num_control: references that a sample has,
     of a model that also learns without. frames: of the clips of tests, of a family of clips. steps: the
-    fewest that its pipeline can walk. frame_times: frames may have times of their own.
+    fewest that its pipeline can walk. frame_times: frames may have times of their own. sized: its pipeline is told a size.
     captions: of two pictures, where those of all say too little. by_depth: sizes of the denoiser that follow its number of
     blocks. text_length: tokens of a language model that tests keep, where another number gives other bits than diffusers' own, or takes long.
     shown: (pipeline, captions, length, features) -> conditions, in place of prompts, where its encoder sees references too.
@@ -66,7 +66,7 @@ class Oracle:
 
     forward: Callable[..., torch.Tensor]
     prompts: Callable[[Any, list[str], int], Conditions] | None = None
-    converter: str = ""
+    converter: str | Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = ""
     whole: Mapping[str, Callable[[Conditions, Any, str], Conditions]] = field(default_factory=dict)
     sizes: Callable[[Any, Conditions], Conditions] | None = None
     released: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class Oracle:
     frames: int = 5
     steps: int = 1
     frame_times: bool = True
+    sized: bool = True
 
 
 # ------------------------------------------------------------------ whole files, by diffusers' converters

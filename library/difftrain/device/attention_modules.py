@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # --- The attention function as a processor of transformers whose modules have their own: SD3, AuraFlow, Lumina2, HiDream,
-# Cosmos
+# Cosmos, HunyuanVideo-1.5
 # Each does what diffusers' processor of that name does, with `attention`, and keeps q, k and v as (B, L, N, D) in memory,
 # which the fused operator takes without a copy.
 
@@ -168,6 +168,32 @@ class CosmosAttention(_Processor):
         return _out(attn, self.attend((q.to(v.dtype), k.to(v.dtype), v), mask))
 
 
+class MaskedJointAttention(_Processor):
+    """Do what HunyuanVideo15AttnProcessor2_0 does: a clip with rotary positions, then the text, whose padding is no key.
+
+    There padding asks nothing either, by a mask of the square of all tokens; nothing reads what it is told here.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Attend. attention_mask: (B, L) of the text, not 0 = keep."""
+        from diffusers.models import embeddings
+
+        rotate: Any = embeddings.apply_rotary_emb  # looked up here, since it may be patched
+        q, k, v = _of_picture(attn, hidden_states)
+        q, k = (rotate(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
+        both = [torch.cat(pair, dim=1) for pair in zip((q, k, v), _of_text(attn, encoder_hidden_states))]
+        mask = torch.nn.functional.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+        picture, words = self.attend(both, mask).split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return _out(attn, picture), attn.to_add_out(words)
+
+
 def _of_picture(attn: Any, x: Tensor) -> list[Tensor]:
     q, k, v = (split_heads(project(x), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
     return [_normed(q, attn.norm_q), _normed(k, attn.norm_k), v]
@@ -273,6 +299,7 @@ _OURS: dict[str, type[Any]] = {
     "Lumina2AttnProcessor2_0": Lumina2Attention,
     "HiDreamAttnProcessor": HiDreamAttention,
     "CosmosAttnProcessor2_0": CosmosAttention,
+    "HunyuanVideo15AttnProcessor2_0": MaskedJointAttention,
 }
 
 

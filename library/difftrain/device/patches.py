@@ -110,6 +110,15 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers.models.transformers.transformer_hidream_image",
     ),
     Patch(
+        "causal_frames",
+        "diffusers",
+        ("0.36.0", "0.43.0"),
+        "diffusers pull request 13133",
+        "HunyuanVideo15AttnBlock's mask is of one clip alone, and of the square of all positions",
+        "difftrain.device.frame_attention:CAUSAL_FRAMES",
+        "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15",
+    ),
+    Patch(
         "native_npu",
         "diffusers",
         ("0.36.0", "0.43.0"),

@@ -184,7 +184,7 @@ class BaseFamily(Description):
 
     def frames(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return the frames of a clip that the denoiser is shown, as conditions."""
-        return shown_frames.conditions(self, shown_frames.encoded(self, batch, parts)) if self.row.shown_frames else {}
+        return shown_frames.of_batch(self, batch, parts) if self.row.shown_frames else {}
 
     def shown(self, batch: Batch) -> Tensor | None:
         """Tell of which samples the references are shown, (B,) bool; None: of all."""

@@ -68,10 +68,11 @@ class Description:
     denoiser as it is trained, where the export's is another).
     sequence: names of the modules that attend over image tokens alone, which ranks may share; then there is `timed`.
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
+    latent_scale: the deviation of latents that the denoiser was made for.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
     draws_trained_size: a prompt without a size is drawn in that of the training.
     processor: folder with what an encoder that sees does to images. frames_encoder: the part that sees the frames which the
-    denoiser is shown (row.shown_frames of them), where one does. experts: by name, of a model that has several denoisers.
+    denoiser is shown (row.shown_frames of them), where one does; frame_alone: the VAE encodes such a frame by itself. experts: by name, of a model that has several denoisers.
     """
 
     name: str
@@ -102,10 +103,12 @@ class Description:
     counts: tuple[str, ...] = ()
     one_file: OneFile | None = None
     named_hashes: bool = False
+    latent_scale: float = 1.0
     widens_text: bool = True
     draws_trained_size: bool = True
     processor: str = "processor"
     frames_encoder: str = ""
+    frame_alone: bool = False
     experts: Mapping[str, Expert] = {}
 
     def __init__(self, cfg: TrainConfig) -> None:
@@ -213,7 +216,7 @@ class Description:
             drawn = dict(widened(self.source.weights("vae", self.source.build("vae"))))
             return drawn[name]
 
-        return Latents(self.parts["vae"], self.source.complete("vae"), stored)
+        return Latents(self.parts["vae"], self.source.complete("vae"), stored, self.latent_scale)
 
     @property
     def features(self) -> FeatureSpec:

@@ -21,7 +21,7 @@ class Text:
     CLIP's no more than it has positions, which may be more than it reads.
     hidden: which of hidden_states is read; "last": the output, behind the last norm; None: none.
     layers: several hidden states side by side, in place of one. pooled: the field of the output with the vector.
-    template: around the caption, which stands for "{}"; bare: around no caption, and around a negative prompt, where
+    template: around the caption, which stands for "{}"; blank: what stands in it for an empty caption; bare: around no caption, and around a negative prompt, where
     that is another. drop: tokens of the template's head that are cut off what comes out. masked: tokens are masked up to
     their end. reads_mask: the encoder is given that mask. zeros: rows of padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
     pads_left: of a language model: texts are filled up in front. marked: its template has all marks, so its tokenizer adds
@@ -45,6 +45,7 @@ class Text:
     layers: tuple[int, ...] = ()
     pooled: str | None = None
     template: str = "{}"
+    blank: str = ""
     bare: str = ""
     drop: int = 0
     masked: bool = False

@@ -184,7 +184,7 @@ def blank_inputs(
     if family.row.shown_frames:
         described = shown_frames.features(family).items()
         made_of_frames = {name: blank(*feature.shape(bucket)) for name, feature in described}
-        conditions |= shown_frames.conditions(family, made_of_frames)
+        conditions |= shown_frames.conditions(family, made_of_frames, bucket.frames)
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
     return Inputs(
         x,

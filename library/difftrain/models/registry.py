@@ -377,7 +377,7 @@ DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lin
 ALSO = {"ltx-video": "ltx_video", "hunyuan-video": "hunyuan_video"}
 # families that are known and have no row yet, as [model] type of diffusion-pipe spells them
 LATER = (
-    "cosmos", "hunyuan_video_15", "ernie_image", "ltx2", "anima",
+    "ernie_image", "ltx2", "anima",
 )  # fmt: skip
 
 

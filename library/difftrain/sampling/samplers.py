@@ -103,8 +103,8 @@ def _sampler(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def is_flow(config: Mapping[str, Any]) -> bool:
-    """Tell from its scheduler whether a model learns a flow: it has shifts in place of betas."""
-    return "shift" in config and "beta_schedule" not in config
+    """Tell from its scheduler whether a model learns a flow: it has shifts or a deviation of the data in place of betas."""
+    return ("shift" in config or "sigma_data" in config) and "beta_schedule" not in config
 
 
 def _flow_sampler(
@@ -113,7 +113,7 @@ def _flow_sampler(
     """Make a flow's sampler that walks the times of the model's own scheduler: where they follow the size, this one's."""
     import diffusers
 
-    if shift is None and config.get("use_karras_sigmas") and "sigma_max" in config:
+    if shift is None and "sigma_max" in config and (config.get("use_karras_sigmas") or "sigma_data" in config):
         return KarrasLevels(config, heun=name == "flow_heun")
     made_from, count = getattr(diffusers, FLOW_SAMPLERS[name]), config["num_train_timesteps"]
     if shift is not None or not config.get("use_dynamic_shifting"):
@@ -161,7 +161,8 @@ RHO = 7.0  # of equation 5
 class KarrasLevels:
     """Euler's steps, or Heun's (algorithm 1), from one level of noise to the next.
 
-    The last level is looked at and not left, as in the pipelines of diffusers: n steps move n - 1 times.
+    The last level is looked at and not left, as in pipelines of diffusers: n steps move n - 1 times. Where the
+    configuration says that the last one is zero, it is left for the picture.
     """
 
     def __init__(self, config: Mapping[str, Any], *, heun: bool = False) -> None:
@@ -174,7 +175,8 @@ class KarrasLevels:
         """Lay levels by equation 5, and the times at which the denoiser is asked: by Heun twice for each step."""
         low, high = (float(self.config[name]) ** (1 / RHO) for name in ("sigma_min", "sigma_max"))
         levels = (high + torch.linspace(0, 1, steps, dtype=torch.float64) * (low - high)) ** RHO
-        self.sigmas = torch.cat((levels, levels[-1:])).float()
+        last = torch.zeros(1) if self.config.get("final_sigmas_type") == "zero" else levels[-1:]
+        self.sigmas = torch.cat((levels, last)).float()
         asked = (torch.arange(self.order * (steps - 1) + 1) + self.order - 1) // self.order
         sigmas = self.sigmas[asked]
         self.timesteps = (sigmas / (sigmas + 1) * self.config["num_train_timesteps"]).to(device)

@@ -36,6 +36,7 @@ class CosmosPredict2(ModelFamily):
     modelspec = "cosmos-predict2"
     texts = (Text("text_encoder", "tokenizer", "t5", 512, masked=True),)
     blocks = ("transformer_blocks",)
+    fps: float | None = None  # that positions in time are counted by
     zero = r"norm[123]\.linear_2\.|^norm_out\.linear_2\.|^proj_out\."
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"))
     agree: tuple[Agree, ...] = (
@@ -63,15 +64,20 @@ class CosmosPredict2(ModelFamily):
         image = net.patch_embed(torch.cat(channels, dim=1))  # (B, F, h, w, D)
         size = tuple(image.shape[1:4])
         image = image.flatten(1, 3)
-        temb, time = net.time_embed(image, t / 1000.0)
+        temb, time = net.time_embed(image, self.level(t))
         rope = self.rope(net, tuple(x_t.shape[2:]), x_t.device)
         return Tokens(image, conditions["tokens"], temb, size, rope=rope, more={"time": time})
+
+    def level(self, t: Tensor) -> Tensor:
+        """Return what the network is told of a time in 0..1000."""
+        return t / 1000.0
 
     def rope(self, net: Any, latent: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rotary tables of latents of this size: made on the host, so equal on every device, once a size."""
         key = (latent, device)
         if key not in self._ropes:
-            cos, sin = net.rope(torch.empty((1, 1, *latent)))
+            fps = (self.cfg.data.framerate or self.fps) if self.fps else None
+            cos, sin = net.rope(torch.empty((1, 1, *latent)), fps=fps)
             self._ropes[key] = (cos.to(device), sin.to(device))
         return self._ropes[key]
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CLEAN_SIGMA = 1e-4  # sigma that a given frame is said to have
-FPS = 16.0  # of the releases
 # of the releases, by their heads: no tensor says it
 _ROPE_SCALES = {16: [1.0, 3.0, 3.0], 40: [20 / 24, 2.0, 2.0]}
 
@@ -32,6 +31,7 @@ class CosmosPredict2Video(CosmosPredict2):
 
     name = "cosmos_predict2_video"
     modelspec = "cosmos-predict2-video2world"
+    fps = 16.0  # of the releases
     agree = (
         Agree("transformer.in_channels", lambda s: s["vae"]["z_dim"] + 1, "the VAE's z_dim, and one for given frames"),
         *(row for row in CosmosPredict2.agree if row.where != "transformer.in_channels"),
@@ -62,14 +62,6 @@ class CosmosPredict2Video(CosmosPredict2):
         more = {"time": time, "mask": mask, "given": mask * (x_t - latents) / (t.view(-1, 1, 1, 1, 1) / 1000.0)}
         rope = self.rope(net, tuple(x_t.shape[2:]), x_t.device)
         return Tokens(image, conditions["tokens"], temb, size, rope=rope, more=more)
-
-    def rope(self, net: Any, latent: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of latents of this size: made on the host, so equal on every device, once a size."""
-        key = (latent, device)
-        if key not in self._ropes:
-            cos, sin = net.rope(torch.empty((1, 1, *latent)), fps=self.cfg.data.framerate or FPS)
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, F, H, W): of given frames that which leads to them."""

@@ -53,7 +53,7 @@ class Flux(ModelFamily):
         Text("text_encoder", "tokenizer", "clip", 77, hidden=None, pooled="pooler_output"),
         Text("text_encoder_2", "tokenizer_2", "t5", 512),
     )
-    blocks = ("transformer_blocks", "single_transformer_blocks")
+    blocks: tuple[str, ...] = ("transformer_blocks", "single_transformer_blocks")
     shift = Shift(dynamic=(256, 4096, 0.5, 1.15))
     zero = r"(norm1|norm1_context|norm_out|\.norm)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})

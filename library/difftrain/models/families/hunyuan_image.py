@@ -64,7 +64,7 @@ class HunyuanImage(Flux):
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
     ), layers=COMFY_LAYERS)  # fmt: skip
-    agree = (
+    agree: tuple[Agree, ...] = (
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.patch_size", lambda s: [1, 1], "a token is one latent pixel"),
@@ -104,7 +104,7 @@ class HunyuanImage(Flux):
                 net.context_embedder_2(conditions["glyphs"]),
                 or_all(conditions, "glyph_mask", "glyphs"),
             )
-            text, mask = _in_order(glyphs, glyph_mask, text, mask)
+            text, mask = in_order(glyphs, glyph_mask, text, mask)
         mask = torch.nn.functional.pad(mask, (image.shape[1], 0), value=True)[:, None, None]
         size = (x_t.shape[-2], x_t.shape[-1])
         return Tokens(image, text, temb, size, rope=self.rope_of(net, x_t, size), more={"mask": mask})
@@ -124,15 +124,19 @@ class HunyuanImage(Flux):
         )
         return replace(tokens, image=image, text=text)
 
-    def write_beside(self, folder: Path) -> dict[str, list[str]]:
-        """Write the guidance that the pipeline of a model that is not distilled draws with."""
+    def guider(self) -> Any:
+        """Make the guidance that the pipeline of a model that is not distilled draws with; None: of one that is."""
         from diffusers import AdaptiveProjectedMixGuidance
 
-        if self.source.complete(self.denoiser)["guidance_embeds"]:
-            return {}
-        guider: Any = AdaptiveProjectedMixGuidance()
-        guider.save_pretrained(folder / "guider")
-        return {"guider": ["diffusers", "AdaptiveProjectedMixGuidance"]}
+        return None if self.source.complete(self.denoiser)["guidance_embeds"] else AdaptiveProjectedMixGuidance()
+
+    def write_beside(self, folder: Path) -> dict[str, list[str]]:
+        """Write the guidance of the pipeline beside what any has."""
+        classes, guider = super().write_beside(folder), self.guider()
+        if guider is not None:
+            guider.save_pretrained(folder / "guider")
+            classes["guider"] = ["diffusers", type(guider).__name__]
+        return classes
 
 
 def or_all(conditions: Mapping[str, Tensor], mask: str, of: str) -> Tensor:
@@ -141,7 +145,7 @@ def or_all(conditions: Mapping[str, Tensor], mask: str, of: str) -> Tensor:
     return conditions[of].new_ones(conditions[of].shape[:2], dtype=torch.bool) if kept is None else kept
 
 
-def _in_order(first: Tensor, first_mask: Tensor, second: Tensor, second_mask: Tensor) -> tuple[Tensor, Tensor]:
+def in_order(first: Tensor, first_mask: Tensor, second: Tensor, second_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Put two texts one behind the other: what is text of both, then what fills them up. Masks keep beginnings.
 
     Rows are gathered by arithmetic on the device: no length is looked at on the host.

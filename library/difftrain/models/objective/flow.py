@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from difftrain.contracts import METRIC, Batch, Bucket, DrawSpec, Inputs
+from difftrain.contracts import METRIC, Batch, DrawSpec, Inputs
 from difftrain.diffusion import flow, losses
 from difftrain.diffusion.flow import FLUX_MU, FLUX_TOKENS, FlowTime
 
@@ -143,64 +141,44 @@ def scheduler_config(section: FlowSection, shift: Shift, stored: Mapping[str, ob
     return {"num_train_timesteps": 1000, "shift": shift.s, **(follows if shift.dynamic else {})}
 
 
-# --- The denoiser of Karras et al. 2022 ("Elucidating the Design Space", table 1): preconditioned, over a log-normal sigma
-# D(x, sigma) = c_skip x + c_out F(c_in x, c_noise) (equation 7), learnt from lambda |D - x0|^2 with lambda = 1 / c_out^2.
-# That is the plain square of F - (x0 - c_skip x) / c_out (equation 8): F is trained on that target, and every sample
-# weighs 1.
+# --- A network that is preconditioned as in Karras et al. 2022 ("Elucidating the Design Space", table 1, column "Ours")
+# Their x = x0 + sigma e is x_t / (1 - t) with t = sigma / (1 + sigma): what D = c_skip x + c_out F (equation 7) says of x0 is
+# a velocity. With d the deviation of the latents and r^2 = t^2 + d^2 (1 - t)^2,
+#   c_in x = x_t / r,   c_noise = ln(t / (1 - t)) / 4,   v = (x_t - D) / t = x_t (t - d^2 (1 - t)) / r^2 - F d / r.
+# Their loss, lambda |D - x0|^2 with lambda = 1 / c_out^2, is (r / d)^2 |v - v*|^2; their log-normal sigma is a logit-normal t.
 
 
-_NORMAL = statistics.NormalDist()
-_EDGE = 2.0**-54
-
-
-class Coefficients(NamedTuple):
-    """Table 1, column "Ours". Shapes: (B, 1, ...) each, c_noise (B,)."""
-
-    skip: Tensor
-    out: Tensor
-    enter: Tensor
-    noise: Tensor
+_EDGE = 1e-6  # of times that have a logarithm
 
 
 @dataclass(frozen=True)
-class EdmSigma:
-    """Map a uniform number to sigma = e^(mean + std N), in fp64 on the host. Growing; picklable."""
+class Preconditioning:
+    """What stands around such a network in a flow. sigma_data: the deviation of latents. Times are in 0..1, (B,)."""
 
-    mean: float = -1.2
-    std: float = 1.2
+    sigma_data: float
 
-    def __call__(self, u: float, bucket: Bucket) -> float:
-        """Return the quantile u; it is the same at every size."""
-        return math.exp(self.mean + self.std * _NORMAL.inv_cdf(min(max(u, _EDGE), 1.0 - 2.0 * _EDGE)))
+    def level(self, t: Tensor) -> Tensor:
+        """Return what the network is told of the noise, (B,)."""
+        t = t.clamp(_EDGE, 1 - _EDGE)
+        return (t / (1 - t)).log() / 4.0
+
+    def entering(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Return what the network is given of x_t."""
+        return x_t / self._radius(_over(t, x_t))
+
+    def velocity(self, x_t: Tensor, t: Tensor, output: Tensor) -> Tensor:
+        """Return the velocity that the network's output says."""
+        t, d = _over(t, x_t), self.sigma_data
+        r = self._radius(t)
+        return x_t * ((t - d**2 * (1 - t)) / r.square()) - output * (d / r)
+
+    def weight(self, t: Tensor) -> Tensor:
+        """Return what a sample's square error of the velocity counts for, (B,)."""
+        return (self._radius(t) / self.sigma_data).square()
+
+    def _radius(self, t: Tensor) -> Tensor:
+        return (t.square() + self.sigma_data**2 * (1 - t).square()).sqrt()
 
 
-@dataclass(frozen=True)
-class Edm:
-    """The objective for latents of deviation sigma_data."""
-
-    sigma_data: float = 0.5
-    sigma: EdmSigma = EdmSigma()
-
-    def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
-        """Return the host draws: the noise, and the quantile of sigma."""
-        return {"noise": latent, "timestep": DrawSpec("uniform", through=self.sigma)}
-
-    def coefficients(self, sigma: Tensor, ndim: int) -> Coefficients:
-        """Return how input, output and residual are scaled. Shapes: sigma (B,)."""
-        s, data = sigma.view(-1, *(1,) * (ndim - 1)), self.sigma_data
-        total = s.square() + data**2
-        return Coefficients(data**2 / total, s * data / total.sqrt(), 1.0 / total.sqrt(), sigma.log() / 4.0)
-
-    def inputs(self, batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inputs:
-        """Noise latents to x0 + sigma e, as the network takes them, with what it is to say of them (equation 8); all in fp32."""
-        sigma, noise = batch.draws["timestep"].float(), batch.draws["noise"].float()
-        c = self.coefficients(sigma, latents.ndim)
-        x = latents + sigma.view(-1, *(1,) * (latents.ndim - 1)) * noise
-        target = (latents - c.skip * x) / c.out
-        weight = weight_of(batch, len(sigma), latents.device)
-        return Inputs(c.enter * x, c.noise, conditions, target, weight, mask_of(batch, latents))
-
-    def denoised(self, x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-        """Return D from what the network says of x (equation 7)."""
-        c = self.coefficients(sigma, x.ndim)
-        return c.skip * x + c.out * output
+def _over(t: Tensor, x: Tensor) -> Tensor:
+    return t.view(-1, *(1,) * (x.ndim - 1))

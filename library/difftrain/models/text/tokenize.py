@@ -144,7 +144,7 @@ class Tokenize:
             ids = self._backend(position).encode(plain, add_special_tokens=False).ids
             return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
         template = text.template if plain or not text.bare else text.bare
-        read = template.replace("{}", plain)
+        read = template.replace("{}", plain or text.blank)
         return list(self._backend(position).encode(read, add_special_tokens=not text.marked).ids[:limit])
 
     def _read(self, position: int, caption: str) -> str:
@@ -176,6 +176,7 @@ class Tokenize:
                 template = [] if text.template == "{}" else [text.template]
                 template += ["in front"] if text.pads_left else []
                 template += ["filled up with", self.vocabularies[position - 1].pad] if text.pads_end else []
+                template += ["blank", text.blank] if text.blank else []
                 template += ["bare", text.bare] if text.bare else []
                 template += ["quoted"] if text.quoted else []
                 parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
@@ -192,6 +193,7 @@ class Tokenize:
         read += ", which is in front" if text.pads_left else ""
         read += f" of {vocabulary.pad}" if text.pads_end else ""
         template = "" if text.template == "{}" else f" in {text.template!r}"
+        template += f", none as {text.blank!r}" if text.blank else ""
         template += f", none in {text.bare!r}" if text.bare else ""
         return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 

@@ -205,11 +205,14 @@ CLASSES: dict[str, VaeClass] = {
 class Latents:
     """Raw latents and latents of one VAE. kind: "library:Class". config: complete sizes.
 
-    statistic: gives a tensor of the VAE's weights by name, where they hold the statistics; asked for once.
+    statistic: gives a tensor of the VAE's weights by name, where they hold the statistics; asked for once. deviation: that
+    latents have for the denoiser, where that is not what the configuration brings them to.
     """
 
-    def __init__(self, kind: str, config: Config, statistic: Callable[[str], Tensor] | None = None) -> None:
-        self.row, self.config = CLASSES[kind.partition(":")[2]], config
+    def __init__(
+        self, kind: str, config: Config, statistic: Callable[[str], Tensor] | None = None, deviation: float = 1.0
+    ) -> None:
+        self.row, self.config, self.deviation = CLASSES[kind.partition(":")[2]], config, deviation
         self._statistic = statistic
         self._mean_std: tuple[Tensor, Tensor] | None = None
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a copy in each step would be waited for
@@ -239,6 +242,13 @@ class Latents:
         """Frames that a latent frame stands for, after the first; 0 for pictures."""
         return self.row.frames(self.config)
 
+    @property
+    def longest(self) -> int | None:
+        """Frames of the longest clip that there are statistics for; None: of any."""
+        mean = self.config.get("latents_mean")
+        known = len(mean) // self.raw_channels if isinstance(mean, list | tuple) else 1
+        return (known - 1) * self.frames + 1 if known > 1 else None
+
     def scaled(self, raw: Tensor) -> Tensor:
         """Bring raw latents to the denoiser. Shapes: (B, C, [F,] h, w)."""
         if self.row.folds > 1:
@@ -260,7 +270,7 @@ class Latents:
 
     @property
     def _scale(self) -> float:
-        return float(self.config.get("scaling_factor") or 1.0)
+        return float(self.config.get("scaling_factor") or 1.0) * self.deviation
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return mean and deviation, shaped for the latents; None where a number stands for all."""
