@@ -25,6 +25,7 @@ def test_passes_with_shared_tokens_are_those_of_one_rank(tmp_path: Path) -> None
             assert differences["output"] < 1e-6 and differences["gradients"] < 1e-6, (name, differences)
 
 
+UNREAD_BY = Path(sequence_ranks.__file__).with_name("unread_by.py")
 FILE = """
 [output]
 output_dir = "{out}"
@@ -59,7 +60,9 @@ checkpoint_every_n_minutes = 1e-6
 """
 
 
-def run_of(place: Path, pictures: Path, name: str, *words: str, batch: int, ranks: int = 1) -> Path:
+def run_of(
+    place: Path, pictures: Path, name: str, *words: str, batch: int, ranks: int = 1, script: tuple[str, ...] = ()
+) -> Path:
     path = place / f"{name}.toml"
     path.write_text(FILE.format(out=place / name, batch=batch, pictures=pictures))
     launch = [
@@ -69,7 +72,7 @@ def run_of(place: Path, pictures: Path, name: str, *words: str, batch: int, rank
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0",
     ]
-    line = [sys.executable, *(launch if ranks > 1 else []), str(TRAIN), f"--config={path}", *words]
+    line = [sys.executable, *(launch if ranks > 1 else []), *script, str(TRAIN), f"--config={path}", *words]
     Door(pictures, place / "cache").run_words(line)
     return only(place / name)
 
@@ -90,6 +93,24 @@ def test_runs_whose_ranks_share_tokens_are_those_of_one_process(
         ours, theirs = tensors(run / name), tensors(single / name)
         assert ours.keys() == theirs.keys()
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) <= 1e-4  # one learning rate
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_a_file_that_one_of_them_cannot_read_is_the_same_for_all(
+    rank: int, alone: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """They train on what the first of them has: the file where that can read it, else what is in its place there."""
+    pictures, single = alone
+
+    def run(name: str, unread_by: str) -> Path:
+        script = (str(UNREAD_BY), unread_by, "003.png")
+        return run_of(tmp_path, pictures, name, "--sequence_parallel=2", batch=2, ranks=2, script=script)
+
+    one = run("one", str(rank))
+    wanted = single if rank else run("both", "0,1")
+    assert losses(one) == pytest.approx(losses(wanted), rel=1e-6) and len(losses(one)) == 6
+    (reject,) = map(json.loads, (one / "rejected.jsonl").read_text().splitlines())
+    assert reject["path"].endswith("003.png") and "gone on this machine" in reject["reason"]
 
 
 @pytest.fixture(scope="module")

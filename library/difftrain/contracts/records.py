@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -147,6 +147,17 @@ class Batch:
     rejects: tuple[Reject, ...] = ()  # items that failed only when they were decoded, and were replaced
     step: int | None = None
     idle: bool = False
+
+    @property
+    def uses(self) -> tuple[list[int], list[int]]:
+        """Say which uses of which records it is made of."""
+        return self.record_id.tolist(), self.occurrence.tolist()
+
+    def on_host(self) -> Batch:
+        """Return it with its tensors on the CPU."""
+        mask = None if self.loss_mask is None else self.loss_mask.cpu()
+        features, draws = ({name: value.cpu() for name, value in each.items()} for each in (self.features, self.draws))
+        return replace(self, features=features, draws=draws, loss_mask=mask)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor under one flat name, for pinning and moving."""

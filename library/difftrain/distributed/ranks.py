@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from difftrain.contracts import TrainingFault
+from difftrain.contracts import Batch, TrainingFault
 from difftrain.distributed import heartbeats, rounds
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.loopback import loopback_only
@@ -173,6 +173,23 @@ class Ranks:
         with self._together():
             dist.all_gather_object(box, value, group=self.control)
         return box
+
+    def same_batches(self, batches: list[Batch], size: int) -> list[Batch]:
+        """Return batches that each `size` ranks which follow one another have in common. Collective where size is above 1.
+
+        Ranks that share the tokens of a sample must have the same one, also where only some of them could read its file: it
+        is what the first of them has.
+        """
+        if size == 1:
+            return batches
+        uses = self.gather([batch.uses for batch in batches])
+        firsts = range(0, self.size, size)
+        apart = {first for first in firsts if any(other != uses[first] for other in uses[first : first + size])}
+        if not apart:
+            return batches
+        sent = self.gather([batch.on_host() for batch in batches] if self.rank in apart else None)
+        first = self.rank // size * size
+        return sent[first] if first in apart else batches
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

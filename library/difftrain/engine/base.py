@@ -194,6 +194,7 @@ class BaseEngine:
         counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
         """
         self._must_not_be_swapped()
+        micro = self.ranks.same_batches(micro, self.cfg.training.sequence_parallel)
         self._master_weights.position = self.position
         starts = None if self._looked else largest_of(self._master_weights.weights)
         sums: list[Tensor] = []
@@ -341,6 +342,7 @@ class BaseEngine:
 
     def _evaluated(self, micro: list[Batch]) -> Tensor | None:
         """Return this rank's sums of the terms; None where it is the only one and has nothing to evaluate."""
+        micro = self.ranks.same_batches(micro, self.cfg.training.sequence_parallel)
         idle = max(self.ranks.gather(len(micro))) - len(micro) if self._spare else 0
         # around both: what is freed between is gathered once more, by every rank or by none
         with self._evaluating(), sharing(self._token_share):
@@ -349,8 +351,7 @@ class BaseEngine:
             sums = [self._terms.vector(self._forward(batch, self.root)) for batch in micro]
         if not self._terms.names:
             return None
-        nothing = torch.zeros(len(self._terms.names), device=self.device.torch_device)
-        return torch.stack(sums).sum(0) if sums else nothing
+        return torch.stack(sums or [torch.zeros(len(self._terms.names), device=self.device.torch_device)]).sum(0)
 
     @torch.no_grad()
     def predict(self, inputs: Inputs) -> Tensor:
@@ -431,8 +432,7 @@ class BaseEngine:
 
     def _own_state(self) -> dict[str, Tensor]:
         """Return the root's weights but those that are held as their source has them."""
-        base = self.parts.base
-        return {name: value for name, value in self.root.state_dict().items() if name not in base}
+        return {name: value for name, value in self.root.state_dict().items() if name not in self.parts.base}
 
     def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the root's weights by name, on the CPU, those of `source` in place of the trained ones; not its base.
