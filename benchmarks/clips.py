@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 from difftrain.data.media.clips import decode_clip, probe_clip
+from difftrain.data.media.media import Decoded
 
 FPS = 24
 SIZE_WH = (640, 360)
@@ -93,8 +94,8 @@ def peak(path: Path, frames: int) -> float:
 
 
 def _peak(path: Path, frames: int) -> float:
-    def cut(picture: np.ndarray) -> np.ndarray:
-        return picture[:256, :256]
+    def cut(frame: Decoded) -> np.ndarray:
+        return frame.pixels[:256, :256]
 
     before = _largest_mib()
     for first in (0, frames // 2, frames - WINDOW, frames // 3):

@@ -33,7 +33,7 @@ from difftrain.data.media.control import fit_reference
 from difftrain.data.media.crop import CropWindow, crop_window, recoloured
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import fit_mask
-from difftrain.data.media.media import Unusable, decode_for, decode_rgba, fit
+from difftrain.data.media.media import Decoded, Unusable, decode_for, decode_rgba, fit
 from difftrain.data.recipe import Recipe
 from difftrain.diffusion.draws import Stream, choice, integer, mixed, normal, uniform
 
@@ -263,15 +263,19 @@ def _records(samples: Sequence[Sample]) -> tuple[list[int], list[bool]]:
 
 def decode_layers(record: Record, recipe: Recipe, window: CropWindow, data: bytes) -> np.ndarray:
     """Decode a picture, with its alpha where that masks the loss. Shape: (h, w, 3 or 4) uint8. Raises Unusable."""
-    height, width = record.size_hw
     if recipe.alpha_mask:
         layers, size_wh = decode_rgba(data)
     else:
         layers, size_wh = decode_for(data, window.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
-    if size_wh != (width, height):
-        (w, h), (was_w, was_h) = size_wh, (width, height)
-        raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
+    check_unchanged(size_wh, record)
     return layers
+
+
+def check_unchanged(size_wh: tuple[int, int], record: Record) -> None:
+    """Refuse a file that has another size than when it was indexed. Raises Unusable."""
+    (w, h), (was_h, was_w) = size_wh, record.size_hw
+    if size_wh != (was_w, was_h):
+        raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
 
 
 def cut_pixels(layers: np.ndarray, recipe: Recipe, window: CropWindow) -> np.ndarray:
@@ -282,15 +286,15 @@ def cut_pixels(layers: np.ndarray, recipe: Recipe, window: CropWindow) -> np.nda
 def cut_clip(file: MediaFile, record: Record, clip: Clip, recipe: Recipe, window: CropWindow) -> np.ndarray:
     """Decode a clip, each frame resized and cut as a picture is. Shape: (3, F, H, W) uint8. Raises Unusable."""
 
-    def cut(frame: np.ndarray) -> np.ndarray:
-        if frame.shape[:2] != record.size_hw:
-            (h, w), (was_h, was_w) = frame.shape[:2], record.size_hw
-            raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
-        return fit(frame, window.fit.resized_wh, window.crop, window.flip, recipe.interpolation)
+    def cut(frame: Decoded) -> np.ndarray:
+        check_unchanged(frame.size_wh, record)
+        return fit(frame.pixels, resized_wh, window.crop, window.flip, recipe.interpolation)
 
+    resized_wh = window.fit.resized_wh
     frames = decode_clip(
-        file, first=clip.first, frames=clip.frames, fps=Fraction(clip.fps), start_ms=clip.start_ms, cut=cut
-    )
+        file, first=clip.first, frames=clip.frames, fps=Fraction(clip.fps), start_ms=clip.start_ms, cut=cut,
+        resized_wh=resized_wh, interpolation=recipe.interpolation,
+    )  # fmt: skip
     return np.ascontiguousarray(frames.swapaxes(0, 1))
 
 

@@ -19,7 +19,7 @@ from difftrain.data.index.worker_pool import Heartbeat, PoolJob
 from difftrain.data.media.clips import FramesFolder, decode_clip, is_clip, probe_clip
 from difftrain.data.media.control import NO_REFERENCE, ControlFolders, look_at, refuse_other_count
 from difftrain.data.media.masks import NO_MASK, Masks
-from difftrain.data.media.media import Unusable, check_size, decode, probe
+from difftrain.data.media.media import Decoded, Unusable, check_size, decode, probe
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import (
     MAX_IMAGE_BYTES,
@@ -283,9 +283,9 @@ def _accept_clips(
     return [*rows, *refused]
 
 
-def _forget(frame: np.ndarray) -> np.ndarray:
+def _forget(frame: Decoded) -> np.ndarray:
     """Keep of a frame that could be decoded a single pixel."""
-    return frame[:1, :1]
+    return frame.pixels[:1, :1]
 
 
 def _references(source: SourceInfo, item: SourceItem, name: str) -> Sequence[ControlImage]:

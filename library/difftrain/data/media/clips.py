@@ -4,7 +4,9 @@ Frame i of a clip at `fps` is what is shown i / fps seconds after the file's fir
 files with uneven frame times come out right, and a file at exactly that rate gives its frames one by one. A frame that is
 late by less than a twentieth of 1 / fps (or by a tick of the file's clock) counts as shown: Matroska rounds times to
 milliseconds, and 29.97 is not 30000/1001. Decoding begins at the key frame before and ends with the last frame wanted,
-so that a window is, bit by bit, a slice of the whole file; one full frame and the cut clip are in memory.
+so that a window is, bit by bit, a slice of the whole file; one full frame and the cut clip are in memory. Frames that are
+JPEG files are decoded at 1/2, 1/4 or 1/8 where that is enough, as other pictures are; what video is coded in now offers
+no such thing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from difftrain.data.media.containers import container_of, is_animated, read_animation
-from difftrain.data.media.media import MAX_PIXELS, Unusable, check_size, decode, decode_animation, probe
+from difftrain.data.media.media import (
+    MAX_PIXELS,
+    Decoded,
+    Unusable,
+    check_size,
+    decode_animation,
+    decode_for,
+    probe,
+    whole,
+)
 from difftrain.data.media.video import Video, lateness, opened
 from difftrain.io.files import open_regular
 
@@ -38,10 +49,10 @@ __all__ = [
     "probe_clip",
 ]
 
-CLIP_VERSION = 1  # part of what names cached features; raise it when any pixel or any time of any clip changes
+CLIP_VERSION = 2  # part of what names cached features; raise it when any pixel or any time of any clip changes
 
-Cut = Callable[[np.ndarray], np.ndarray]
-_Shown = Iterator[tuple[int, np.ndarray]]
+Cut = Callable[[Decoded], np.ndarray]
+_Shown = Iterator[tuple[int, Decoded]]
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif"}
 _HEAD = 64
 _TICK = Fraction(1, 1000)  # of animated pictures
@@ -134,16 +145,19 @@ def decode_clip(
     fps: Fraction,
     start_ms: int = 0,
     cut: Cut | None = None,
+    resized_wh: tuple[int, int] | None = None,
+    interpolation: str | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
     """Decode what is shown at start_ms / 1000 + (first + i) / fps seconds after the file's first frame.
 
-    cut: resizes and crops a frame; its results must be of one shape.
+    cut: resizes and crops a frame; its results must be of one shape. resized_wh, interpolation: what it resizes to and how;
+    frames may come smaller than they are then, as decode_for says.
     Shape: (F, H, W, 3) uint8. Raises: Unusable, also where the clip ends early; OSError where a file cannot be read.
     """
-    if isinstance(file, FramesFolder):
-        return file.decode(first=first, frames=frames, fps=fps, start_ms=start_ms, cut=cut, max_pixels=max_pixels)
     times = _times(first, frames, fps, start_ms)
+    if isinstance(file, FramesFolder):
+        return _stack(file.shown_at(times, fps, max_pixels, resized_wh, interpolation), times, cut)
     with opened(file) as stream:
         return _stack(_shown(stream, times, fps, max_pixels), times, cut)
 
@@ -169,13 +183,11 @@ def _times(first: int, frames: int, fps: Fraction, start_ms: int) -> list[Fracti
 def _stack(pictures: _Shown, times: Sequence[Fraction], cut: Cut | None) -> np.ndarray:
     clip: np.ndarray | None = None
     size, done = None, 0
-    for count, pixels in pictures:
-        if size is not None and pixels.shape != size:
-            raise Unusable(
-                "changing size", f"frames of {size[1]} x {size[0]} and {pixels.shape[1]} x {pixels.shape[0]} px"
-            )
-        size = pixels.shape
-        picture = pixels if cut is None else cut(pixels)
+    for count, frame in pictures:
+        if size is not None and frame.size_wh != size:
+            raise Unusable("changing size", "frames of {} x {} and {} x {} px".format(*size, *frame.size_wh))
+        size = frame.size_wh
+        picture = frame.pixels if cut is None else cut(frame)
         if clip is None:
             clip = np.empty((len(times), *picture.shape), np.uint8)
         clip[done : done + count] = picture
@@ -196,7 +208,7 @@ def _shown(stream: BinaryIO, times: Sequence[Fraction], fps: Fraction, max_pixel
     video = Video(stream, max_pixels)
     try:
         for count, frame in video.shown_at(times, video.lateness(fps)):
-            yield count, video.to_rgb(frame)
+            yield count, whole(video.to_rgb(frame))
     finally:
         video.close()
 
@@ -210,7 +222,7 @@ def _pictures_at(
         until = ends[index] - (late if index < last else 0)  # the next one may come too late for its time
         count = sum(1 for moment in times[at:] if moment < until)
         if count:
-            yield count, pixels
+            yield count, whole(pixels)
             at += count
         if at == len(times):
             return
@@ -246,27 +258,22 @@ class FramesFolder:
         form = f"frames {header.format.lower()}"
         return ClipHeader(header.size_wh, form, duration_ms, len(self.paths), float(self.fps), True)
 
-    def decode(
+    def shown_at(
         self,
-        *,
-        first: int,
-        frames: int,
+        times: Sequence[Fraction],
         fps: Fraction,
-        start_ms: int = 0,
-        cut: Cut | None = None,
-        max_pixels: int = MAX_PIXELS,
-    ) -> np.ndarray:
-        """Decode as decode_clip does. Shape: (F, H, W, 3) uint8."""
-        times = _times(first, frames, fps, start_ms)
+        max_pixels: int,
+        resized_wh: tuple[int, int] | None = None,
+        interpolation: str | None = None,
+    ) -> _Shown:
+        """Iterate over (how many of the times in a row, the picture that is shown at them). fps: of the times."""
         late = lateness(fps, Fraction(0))
         indices = [int((moment + late) * self.fps) for moment in times]
-        return _stack(self._read(indices, max_pixels), times, cut)
-
-    def _read(self, indices: Sequence[int], max_pixels: int) -> _Shown:
         known = [index for index in indices if index < len(self.paths)]
         for index in dict.fromkeys(known):
             with open_regular(self.paths[index]) as file:
-                yield known.count(index), decode(file.read(), max_pixels=max_pixels)
+                data = file.read()
+            yield known.count(index), decode_for(data, resized_wh, interpolation, max_pixels=max_pixels)
 
 
 MediaFile = BinaryIO | Path | FramesFolder  # what is read in place

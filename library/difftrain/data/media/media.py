@@ -114,6 +114,11 @@ class Decoded(NamedTuple):
     size_wh: tuple[int, int]
 
 
+def whole(pixels: np.ndarray) -> Decoded:
+    """Describe a picture that was decoded as large as it is."""
+    return Decoded(pixels, (pixels.shape[1], pixels.shape[0]))
+
+
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode to RGB.
 
@@ -125,17 +130,17 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 def decode_for(
     data: bytes,
-    resized_wh: tuple[int, int],
+    resized_wh: tuple[int, int] | None,
     interpolation: str | None = None,
     *,
     max_pixels: int = MAX_PIXELS,
     decoder: str = HOST,
 ) -> Decoded:
-    """Decode to RGB a picture that will then be resized.
+    """Decode to RGB a picture that will then be resized; None: that is wanted as it is.
 
     decoder: see decoders.DECODERS. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still enough. Raises: as decode.
     """
-    if interpolation == "nearest":  # picks pixels, which averages are not
+    if resized_wh is None or interpolation == "nearest":  # picks pixels, which averages are not
         return _decode(data, _to_rgb, max_pixels, decoder=decoder)
     spare = _SPARE if interpolation in _SHARP else 1.0
     return _decode(

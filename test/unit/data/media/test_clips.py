@@ -16,7 +16,7 @@ from clip_files import SIZE_WH, number_of, numbered, numbered_bytes, numbers_of,
 from PIL import Image
 
 from difftrain.data.media.clips import FramesFolder, decode_clip, decode_first, frames_in, is_clip, probe_clip
-from difftrain.data.media.media import Unusable, decode
+from difftrain.data.media.media import Decoded, Unusable, decode
 
 QUIET = "log-level=none"
 KINDS: dict[str, dict[str, Any]] = {
@@ -270,17 +270,36 @@ def test_a_folder_of_frames(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a frame")
     clip = FramesFolder(tmp_path, Fraction(12))
     assert clip.probe()[:5] == (SIZE_WH, "frames png", 1000, 12, 12.0)
-    assert numbers_of(clip.decode(first=0, frames=12, fps=Fraction(12))) == list(range(12))
-    assert numbers_of(clip.decode(first=1, frames=3, fps=Fraction(24), start_ms=500)) == [6, 7, 7]
+    assert numbers_of(decode_clip(clip, first=0, frames=12, fps=Fraction(12))) == list(range(12))
+    assert numbers_of(decode_clip(clip, first=1, frames=3, fps=Fraction(24), start_ms=500)) == [6, 7, 7]
     with pytest.raises(Unusable, match="2 of 3 frames"):
-        clip.decode(first=10, frames=3, fps=Fraction(12))
+        decode_clip(clip, first=10, frames=3, fps=Fraction(12))
     Image.fromarray(numbered(3, (80, 48))).save(tmp_path / "3.png")
     with pytest.raises(Unusable) as refused:
-        clip.decode(first=0, frames=12, fps=Fraction(12))
+        decode_clip(clip, first=0, frames=12, fps=Fraction(12))
     assert refused.value.kind == "changing size"
     (tmp_path / "empty").mkdir()
     with pytest.raises(Unusable, match="no frames"):
         FramesFolder(tmp_path / "empty", Fraction(12)).probe()
+
+
+def test_frames_are_decoded_no_larger_than_they_are_used(tmp_path: Path) -> None:
+    """JPEG at an eighth of its size, PNG whole; both are of one size."""
+    for number, suffix in enumerate(("jpg", "png", "jpg")):
+        Image.fromarray(numbered(number, (640, 384))).save(tmp_path / f"{number}.{suffix}")
+    seen: list[Any] = []
+
+    def cut(frame: Decoded) -> np.ndarray:
+        seen.append((frame.pixels.shape[:2], frame.size_wh))
+        return np.asarray(Image.fromarray(frame.pixels).resize((80, 48)))
+
+    folder, window = FramesFolder(tmp_path, FPS), {"first": 0, "frames": 3, "fps": FPS}
+    clip = decode_clip(folder, **window, cut=cut, resized_wh=(80, 48))
+    assert seen == [((48, 80), (640, 384)), ((384, 640), (640, 384)), ((48, 80), (640, 384))]
+    whole = decode_clip(folder, **window)
+    assert whole.shape == (3, 384, 640, 3) and clip.shape == (3, 48, 80, 3)
+    close = np.stack([Image.fromarray(frame).resize((80, 48), Image.Resampling.BOX) for frame in whole])
+    assert np.abs(clip.astype(int) - close).mean() < 4
 
 
 # ---------------------------------------------------------------------- how much is read
@@ -307,9 +326,9 @@ def test_only_what_is_needed_is_read(form: str) -> None:
     file = Counting(data)
     calls = []
 
-    def cut(picture: np.ndarray) -> np.ndarray:
-        calls.append(picture.shape)
-        return picture[:16, :32]
+    def cut(frame: Decoded) -> np.ndarray:
+        calls.append(frame.size_wh)
+        return frame.pixels[:16, :32]
 
     clip = decode_clip(file, first=1500, frames=5, fps=FPS, cut=cut)
     assert clip.shape == (5, 16, 32, 3)
