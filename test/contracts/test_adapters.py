@@ -19,7 +19,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 from difftrain.models import adapted as adapted_models
 from difftrain.models.registry import FAMILIES
-from difftrain.models.weights.adapter_files import AdapterChoice
+from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
 from difftrain.models.weights.peft_merge import fuse_by_peft, kind_in, merge_by_peft
 
 # layers whose outputs are computed and thrown away: their gradient is there, and exactly zero
@@ -296,8 +296,19 @@ def test_other_kinds_are_exported_as_peft_reads_them_and_merged(
         assert (
             main(["convert", f"--adapter={tmp_path / 'torn'}", f"--merge_into={base}", f"--output={tmp_path}/x"]) == 2
         )
-        assert main(["convert", f"--adapter={folder}", "--family=flux", "--to=comfyui", f"--output={tmp_path}/x"]) == 2
-        assert "adapter_model.safetensors" in capsys.readouterr().err
+        converted = main(["convert", f"--adapter={folder}", "--family=flux", "--to=comfyui", f"--output={tmp_path}/x"])
+        assert converted == (0 if kind == "dora" else 2)
+        assert kind == "dora" or "adapter_model.safetensors" in capsys.readouterr().err
+
+        # --- DoRA from every file of its folder, as PEFT merges it; and training goes on from one
+        for file in sorted(folder.glob("*.safetensors")) if kind == "dora" else ():
+            merge_adapter(AdapterChoice(file, 1.0, "--adapter"), plain.family, where)
+            for key, value in plain.net.state_dict().items():
+                torch.testing.assert_close(value, merged[key], rtol=1e-5, atol=1e-6, msg=f"{file.name} {key}")
+            plain.parts.root.load_state_dict(kept)
+            again = adapted("flux", {"type": kind, "rank": 2, "init_from_existing": str(file)})
+            for key, value in again.parts.root.named_parameters():
+                assert torch.equal(value, own.parts.root.get_parameter(key)), (file.name, key)
 
         # --- into the base of a run that trains another
         beside, fused = (adapted("flux", LORA | more) for more in ({}, {"fuse_adapters": (str(folder),)}))

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from adapters import ALPHA, RANK, assert_same, modules_of, pairs_of, read_back, written
+from adapters import ALPHA, RANK, assert_same, modules_of, pairs_of, read_back, with_lengths, written
 from diffusers.utils import (
     convert_state_dict_to_diffusers,
     convert_state_dict_to_peft,
@@ -49,7 +49,10 @@ def merged(tiny: Tiny, pairs: dict[LayerKey, LoraPair]) -> None:
     modules = modules_of(tiny)
     for (folder, name), pair in pairs.items():
         with torch.no_grad():
-            find_layer(modules[folder], name).weight.add_(product(pair))
+            weight = find_layer(modules[folder], name).weight
+            weight.add_(product(pair))
+            if pair.lengths is not None:
+                weight.mul_((pair.lengths / weight.norm(dim=1))[:, None])
 
 
 def own_output(tiny: Tiny, net: Any = None) -> torch.Tensor:
@@ -75,8 +78,12 @@ def test_every_layout_reads_back_to_the_bit(name: str, tmp_path: Path) -> None:
     names = {path.name for path in files_of(folder)}
     own = "mine.safetensors" if tiny.family.lora.kohya else "mine_comfyui.safetensors"
     assert names == {DIFFUSERS, PEFT, own}
-    for path in (folder, *files_of(folder)):
-        assert_same(pairs, read_back(tiny, path))
+    dora = with_lengths(tiny, pairs)
+    of_dora = written(tiny, dora, tmp_path / "dora")
+    assert [path.name for path in files_of(of_dora)] == sorted(names)
+    for one, own_pairs in ((folder, pairs), (of_dora, dora)):
+        for path in (one, *files_of(one)):
+            assert_same(own_pairs, read_back(tiny, path))
     for path in files_of(folder):
         about = header(path)
         assert about["ss_network_dim"] == str(RANK) and float(about["ss_network_alpha"]) == ALPHA
@@ -121,11 +128,14 @@ def is_original(name: str) -> bool:
     return lora.original and not lora.kohya and not lora.layers
 
 
-@pytest.mark.parametrize("name", [*filter(is_original, FAMILIES)])
-def test_comfyui_adds_to_the_original_weights_what_was_trained(name: str, tmp_path: Path) -> None:
-    """The rule of ComfyUI: alpha / rank of the up times the down factor, for the weight of that name in the original file."""
+@pytest.mark.parametrize(("name", "dora"), [*((name, False) for name in filter(is_original, FAMILIES)), ("flux", True)])
+def test_comfyui_adds_to_the_original_weights_what_was_trained(name: str, dora: bool, tmp_path: Path) -> None:
+    """The rule of ComfyUI: alpha / rank of the up times the down factor, for the weight of that name in the original file,
+    whose rows get the lengths of `dora_scale` then.
+    """
     tiny = loaded(config(name))
     pairs = pairs_of(tiny, texts=False)
+    pairs = with_lengths(tiny, pairs) if dora else pairs
     tensors = load_file(written(tiny, pairs, tmp_path / "adapter") / "mine_comfyui.safetensors")
     places, prefix = key_map(tiny.family, tiny.family.denoiser), tiny.family.lora.comfy
     before = {key: value.clone() for key, value in tiny.net.state_dict().items()}
@@ -137,6 +147,8 @@ def test_comfyui_adds_to_the_original_weights_what_was_trained(name: str, tmp_pa
         if key.endswith(".weight") and f"{stem}.lora_A.weight" in tensors:
             a, b = (tensors.pop(f"{stem}.lora_{side}.weight") for side in "AB")
             was += float(tensors.pop(f"{stem}.alpha")) / a.shape[0] * b @ a
+            if dora:
+                was *= tensors.pop(f"{stem}.dora_scale") / was.norm(dim=1, keepdim=True)
             changed |= set(members)
         now = places.joined(key, {member: after[member] for member in members})
         torch.testing.assert_close(was, now, atol=1e-5, rtol=1e-5, msg=key)
@@ -237,6 +249,17 @@ def test_hunyuan_images_double_blocks_have_the_names_of_its_video_model(tmp_path
         torch.testing.assert_close(b @ a, product(pair), atol=1e-6, rtol=1e-5, msg=str(key))
 
 
+def test_a_layer_that_is_dora_in_part_is_in_no_file_that_fuses_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = loaded(config("flux"))
+    pairs = with_lengths(tiny, pairs_of(tiny, texts=False))
+    of_keys = {key: pair for key, pair in pairs.items() if key[1].endswith("to_k")}
+    folder = written(tiny, of_keys, tmp_path / "adapter", targets=("to_k",))
+    assert [path.name for path in files_of(folder)] == [PEFT, DIFFUSERS]
+    assert "mine_comfyui.safetensors" in caplog.text and "img_attn.qkv" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["sdxl", "sd1"])
 def test_diffusers_reads_what_kohyas_scripts_would_write(name: str, tmp_path: Path) -> None:
     tiny = loaded(config(name))
@@ -266,11 +289,15 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_loads_what_was_trained(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dora"), [*(
+    pytest.param(each, False) if isinstance(each, str) else pytest.param(*each.values, False, marks=each.marks)
+    for each in PIPELINES
+), ("flux", True)])  # fmt: skip
+def test_a_pipeline_loads_what_was_trained(name: str, dora: bool, tmp_path: Path) -> None:
     """Load_lora_weights of the folder, with ranks and alphas from its header: the output is that of merged weights."""
     tiny = trained_once(loaded(config(name)))
     pairs = pairs_of(tiny, texts=False)
+    pairs = with_lengths(tiny, pairs) if dora else pairs
     pipeline = pipeline_of(exported(tiny, tmp_path / "model"), name)
     pipeline.load_lora_weights(written(tiny, pairs, tmp_path / "adapter"), weight_name=DIFFUSERS, adapter_name="one")
     before = own_output(tiny)

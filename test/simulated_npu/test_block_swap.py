@@ -23,16 +23,22 @@ from difftrain.train.estimate.footprint import device_memory, swap_of
 pytestmark = pytest.mark.usefixtures("clean_memory")
 
 BUCKET, BATCH, WAITING = Bucket(128, 128), 1, 6
-# 4 double and 8 single blocks, wide enough that weights are most of the memory and allocators' rounding is none of it
-SIZE = {"num_layers": 4, "num_single_layers": 8, "num_attention_heads": 8, "attention_head_dim": 64}
+# 4 double and 8 single blocks, wide enough that weights are most of the memory
+SIZE = {"num_layers": 4, "num_single_layers": 8, "attention_head_dim": 64, "axes_dims_rope": [16, 24, 24]}
+# so wide that the megabyte by which the allocator may round a tensor up is little of it
+WIDE = 16
 
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sizes_of(8, tmp_path_factory.mktemp("sizes"))
+
+
+def sizes_of(heads: int, folder: Path) -> Path:
     tiny: Any = make_family(TrainConfig.model_validate({"model": {"family": "flux", "init_from_config": "tiny"}}))
     made = tiny.architecture()
-    made["transformer"] = {**made["transformer"], **SIZE, "axes_dims_rope": [16, 24, 24]}
-    path = tmp_path_factory.mktemp("sizes") / "wide.json"
+    made["transformer"] = {**made["transformer"], **SIZE, "num_attention_heads": heads}
+    path = folder / "wide.json"
     path.write_text(json.dumps(made, default=list))
     return path
 
@@ -100,6 +106,14 @@ def measured(cfg: TrainConfig) -> tuple[list[float], int, int]:
 NIGHTLY = pytest.mark.nightly
 
 
+def planned_and_measured(cfg: TrainConfig) -> tuple[float, list[float], int, int]:
+    """Return what is planned of a run on one device, its losses, its peak and what was copied in its last step."""
+    family: Any = make_family(cfg)
+    parts = family.load(meta=True)
+    parts.offloaded |= set(parts.frozen)
+    return device_memory(cfg, family, parts, 1, BUCKET, BATCH).total, *measured(cfg)
+
+
 @pytest.mark.parametrize(
     ("kind", "again"),
     [
@@ -112,47 +126,46 @@ NIGHTLY = pytest.mark.nightly
 def test_the_bits_are_those_without_and_the_peak_goes_down_as_planned(
     sizes: Path, kind: str | None, again: bool
 ) -> None:
-    losses, peaks, plans = [], [], []
+    runs = []
     for waiting in (0, WAITING):
-        cfg = configured(sizes, waiting, kind=kind, again=again)
-        family: Any = make_family(cfg)
-        parts = family.load(meta=True)
-        parts.offloaded |= set(parts.frozen)
-        plan = device_memory(cfg, family, parts, 1, BUCKET, BATCH)
-        of_run, peak, copied = measured(cfg)
-        losses.append(of_run)
-        peaks.append(peak)
-        plans.append(plan.total)
-        if not again:  # 10 MB of an allocator's rounding are more than a tenth of so small a model without activations
-            assert plan.total == pytest.approx(peak, rel=0.10), (plan, peak)
-    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
-    saved = plans[0] - plans[1]
-    share = 0.25 if kind != "nf4" else 0.15  # of whose blocks less is left to move
-    assert saved > share * plans[0] and peaks[0] - peaks[1] >= 0.9 * saved
-    assert copied == swapped_of(cfg).traffic
+        plan, losses, peak, copied = planned_and_measured(configured(sizes, waiting, kind=kind, again=again))
+        runs.append((plan, losses, peak))
+        if not again:  # without activations what is rounded up is more than a tenth of so small a model
+            assert plan == pytest.approx(peak, rel=0.10)
+    goes_down(*runs, share=0.25 if kind != "nf4" else 0.15)  # of whose blocks less is left to move
+    assert copied == swapped_of(configured(sizes, WAITING, kind=kind, again=again)).traffic
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.nightly  # its peak hangs on what ran before in the process: run by itself it is the plan
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=NIGHTLY)])
 def test_trained_blocks_go_back_behind_their_update(sizes: Path, again: bool) -> None:
-    losses, peaks, plans = [], [], []
+    runs = []
     for waiting in (0, WAITING):
-        cfg = configured(sizes, waiting, kind=None, again=again, whole=True)
-        family: Any = make_family(cfg)
-        parts = family.load(meta=True)
-        parts.offloaded |= set(parts.frozen)
-        plan = device_memory(cfg, family, parts, 1, BUCKET, BATCH)
-        of_run, peak, copied = measured(cfg)
-        losses.append(of_run)
-        peaks.append(peak)
-        plans.append(plan.total)
-        if waiting:  # state of many small tensors is rounded up by the allocator where all of it stays
-            assert plan.total == pytest.approx(peak, rel=0.10), (plan, peak)
-    assert losses[0] == losses[1] and len(set(losses[0])) == 3
-    assert plans[0] - plans[1] > 0.25 * plans[0] and peaks[0] - peaks[1] >= 0.9 * (plans[0] - plans[1])
-    swap = swapped_of(cfg)
+        plan, losses, peak, copied = planned_and_measured(
+            configured(sizes, waiting, kind=None, again=again, whole=True)
+        )
+        runs.append((plan, losses, peak))
+    goes_down(*runs, share=0.25)
+    swap = swapped_of(configured(sizes, WAITING, kind=None, again=again, whole=True))
     small = 3 * 4 * 100  # numbers that are no tensors of several
     assert copied == pytest.approx(swap.traffic + swap.returned, rel=1e-3, abs=small)
+
+
+def goes_down(before: tuple[Any, ...], after: tuple[Any, ...], *, share: float) -> None:
+    """Assert that losses stay to the bit, and that the peak falls by what is planned, a share of all."""
+    (plan, losses, peak), (lower, same, lower_peak) = before, after
+    assert losses == same and len(set(losses)) == len(losses)
+    assert plan - lower > share * plan and peak - lower_peak >= 0.9 * (plan - lower)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("waiting", [0, WAITING])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_plan_is_within_a_tenth_of_the_peak(tmp_path: Path, whole: bool, again: bool, waiting: int) -> None:
+    """A LoRA and all weights, updated during the backward pass; recomputed or not, with blocks that wait and without."""
+    cfg = configured(sizes_of(WIDE, tmp_path), waiting, kind=None, again=again, whole=whole)
+    plan, _, peak, _ = planned_and_measured(cfg)
+    assert plan == pytest.approx(peak, rel=0.10)
 
 
 def swapped_of(cfg: TrainConfig) -> Any:

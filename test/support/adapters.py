@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def pairs_of(tiny: Tiny, *, texts: bool = True, seed: int = 3, size: float = 0.1
     return pairs
 
 
+def with_lengths(tiny: Tiny, pairs: dict[LayerKey, LoraPair], seed: int = 4) -> dict[LayerKey, LoraPair]:
+    """Make DoRA of an adapter: rows of other lengths than the model's."""
+    generator, layouts, made = torch.Generator().manual_seed(seed), AdapterLayouts(tiny.family), {}
+    for (folder, name), pair in pairs.items():
+        out = layouts.shapes(folder)[name][0]
+        made[folder, name] = replace(pair, lengths=0.5 + torch.rand(out, generator=generator))
+    return made
+
+
 def written(tiny: Tiny, pairs: dict[LayerKey, LoraPair], folder: Path, **options: Any) -> Path:
     """Write an adapter in all layouts of its family."""
     options = {"rank": RANK, "alpha": ALPHA, "name": "mine", "targets": tiny.family.lora.targets} | options
@@ -64,4 +74,5 @@ def assert_same(one: dict[LayerKey, LoraPair], other: dict[LayerKey, LoraPair]) 
         assert pair.a is not None and pair.b is not None
         assert torch.equal(pair.a, other[key].a) and torch.equal(pair.b, other[key].b), key
         assert pair.a.dtype == other[key].a.dtype and float(pair.alpha) == float(other[key].alpha), key
-        assert pair.root == other[key].root
+        assert pair.root == other[key].root and (pair.lengths is None) == (other[key].lengths is None)
+        assert pair.lengths is None or torch.equal(pair.lengths, other[key].lengths), key

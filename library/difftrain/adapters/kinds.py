@@ -137,4 +137,4 @@ def kind_of(section: AdapterSection) -> AdapterKind:
     return KINDS[section.type or "lora"]
 
 
-FACTORED = ("lora",)  # plain products of two factors: what every other program reads
+FACTORED = ("lora", "dora")  # products of two factors: what every other program reads

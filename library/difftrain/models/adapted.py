@@ -1,6 +1,6 @@
 """The adapters of a run: from the root's tensors to the factors of each layer, and to and from files.
 
-LoRA is written in every layout that other programs read (models/weights/adapter_export.py); its relatives in PEFT's own.
+LoRA and DoRA are written in every layout that other programs read (models/weights/adapter_export.py); their relatives in PEFT's own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _export_lora(
     family: BaseFamily, pairs: Mapping[LayerKey, LoraPair], path: Path, dtype: torch.dtype | None,
     metadata: Mapping[str, str],
 ) -> Path:  # fmt: skip
-    """Write a LoRA: a folder with all layouts, or kohya's file at his entry points."""
+    """Write a LoRA or DoRA: a folder with all layouts, or kohya's file at his entry points."""
     section = family.cfg.adapter
     facts: dict[str, Any] = {"targets": section.target_modules, "dtype": dtype, "metadata": dict(metadata)}
     if as_one_file(family.cfg):
@@ -96,7 +96,8 @@ def pairs_of(family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], pa
         for layer in layers:
             names = [f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB"]
             a, b = (named[name] for name in names)
-            pairs[part, layer] = LoraPair(names, a, b, alphas[layer], section.use_rslora)
+            lengths = named.get(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight")
+            pairs[part, layer] = LoraPair(names, a, b, alphas[layer], section.use_rslora, lengths)
     return pairs
 
 
@@ -153,10 +154,14 @@ def existing_values(family: BaseFamily, part: str, module: nn.Module, adapter: A
             differing.append(f"{name} has none")
         elif pair.rank != ranks.rank[name]:
             differing.append(f"{name} has rank {pair.rank} there and {ranks.rank[name]} here")
+        elif (pair.lengths is not None) != (section.type == "dora"):
+            differing.append(f"{name} is {'LoRA' if pair.lengths is None else 'DoRA'} there")
         else:
             own = LoraPair([], pair.a, pair.b, ranks.alpha[name], section.use_rslora)
             yield f"{name}.lora_A.{ADAPTER}.weight", pair.a.float()
             yield f"{name}.lora_B.{ADAPTER}.weight", pair.b.float() * (pair.plain_alpha / own.plain_alpha)
+            if pair.lengths is not None:
+                yield f"{name}.lora_magnitude_vector.{ADAPTER}.weight", pair.lengths.float()
     differing += [f"{'.'.join(key)} gets none here" for key in adapter.pairs if key[0] == folder and key not in known]
     left = sorted({key[0] for key in adapter.pairs} - {family.folder(part) for part in family.in_root})
     if left and part == family.denoiser:

@@ -27,7 +27,7 @@ _ONLY = {
     "loraplus_lr_ratio": ("lora", "dora"),
     "loraplus_unet_lr_ratio": ("lora", "dora"),
     "loraplus_text_encoder_lr_ratio": ("lora", "dora"),
-    "init_from_existing": ("lora",),
+    "init_from_existing": ("lora", "dora"),
 }
 
 

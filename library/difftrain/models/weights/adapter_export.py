@@ -1,4 +1,4 @@
-"""Files of an adapter (LoRA): one folder with a layout for each reader, whole or absent.
+"""Files of an adapter (LoRA, DoRA): one folder with a layout for each reader, whole or absent.
 
 pytorch_lora_weights.safetensors    diffusers: load_lora_weights
 adapter_model.safetensors           PEFT, with adapter_config.json; adapters of text encoders in folders beside it
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.contracts import ConfigFault
 from difftrain.models.weights.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, SETTINGS
 from difftrain.models.weights.adapter_layouts import PEFT_PREFIX, PIECES, AdapterLayouts, LayerKey, LoraPair
 from difftrain.models.weights.folder_export import new_folder
@@ -92,10 +93,12 @@ def write_all(layouts: AdapterLayouts, pairs: Pairs, path: Path, name: str, fact
     with new_folder(path) as aside:
         _write_diffusers(layouts, ours, facts, aside / DIFFUSERS_FILE)
         _write_peft(layouts, ours, facts, aside)
-        if has_kohya(layouts.family):
-            _write_kohya(layouts, ours, facts, aside / f"{name}.safetensors")
-        else:
-            _write_comfyui(layouts, ours, facts, aside / f"{name}_comfyui.safetensors")
+        kohya = has_kohya(layouts.family)
+        file, write = f"{name}{'' if kohya else '_comfyui'}.safetensors", _write_kohya if kohya else _write_comfyui
+        try:
+            write(layouts, ours, facts, aside / file)
+        except ConfigFault as fault:
+            log.warning("%s is left out: %s", file, "; ".join(map(str, fault.faults)))
     return path
 
 
@@ -127,7 +130,8 @@ def _completed(layouts: AdapterLayouts, pairs: Pairs, facts: AdapterFacts) -> di
         folder = layouts.folder(part)
         a, b = (value.detach().to("cpu", facts.dtype or value.dtype).contiguous() for value in (pair.a, pair.b))
         alpha, root = (facts.alpha, facts.use_rslora) if pair.alpha is None else (pair.alpha, pair.root)
-        made[folder, layouts.layer(folder, name)] = LoraPair([], a, b, float(alpha), root)
+        lengths = None if pair.lengths is None else pair.lengths.detach().to("cpu", a.dtype).flatten()
+        made[folder, layouts.layer(folder, name)] = LoraPair([], a, b, float(alpha), root, lengths)
     return made
 
 
@@ -204,6 +208,8 @@ def _with_alphas(pairs: Mapping[str, LoraPair], first: str, second: str) -> Tens
         narrow = alpha.float()
         made |= {f"{name}.{first}.weight": pair.a, f"{name}.{second}.weight": pair.b}
         made[f"{name}.alpha"] = narrow if narrow.double() == alpha else alpha
+        if pair.lengths is not None:
+            made[f"{name}.dora_scale"] = pair.lengths.view(-1, *(1,) * (pair.a.ndim - 1))
     return made
 
 
@@ -237,11 +243,14 @@ def _settings(
         "target_modules": _targets(layouts, folder, pairs, facts.targets),
         "use_rslora": root,
         "lora_dropout": 0.0,
+        "use_dora": any(pair.lengths is not None for pair in pairs.values()),
     }
     tensors: Tensors = {}
     for name, pair in pairs.items():
         assert pair.a is not None and pair.b is not None
         tensors |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b}
+        if pair.lengths is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = pair.lengths
     return tensors, settings
 
 

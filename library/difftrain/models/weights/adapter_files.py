@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of files, merged into the weights of a model: W + scale alpha / rank B A, in fp32.
+"""Adapters (LoRA, DoRA) of files, merged into the weights of a model: W + scale alpha / rank B A, in fp32.
 
 1. Names of the layouts that are written here are looked up (adapter_layouts.py); what has others goes through
    `lora_state_dict` of the family's pipeline class, which brings them to diffusers' own.
@@ -32,16 +32,16 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "lora_adapter_metadata"  # of a header of diffusers: settings of each part, "unet.lora_alpha"
 # methods whose files are no plain products of two factors: a pattern of their keys, and what people call them
 _OTHERS = (
-    (r"\.dora_scale$|lora_magnitude_vector", "DoRA"),
     (r"\.lokr_w[12]", "LoKr"),
     (r"\.hada_w[12]", "LoHa"),
     (r"\.oft_(blocks|diag|R)", "OFT"),
     (r"\.lora_mid\.", "LoCon with a core tensor (CP decomposition)"),
 )
-_SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
+_SIDES = {"A": "A", "down": "A", "B": "B", "up": "B", "magnitude_vector": "lengths"}
 # name in a state dict of diffusers -> layer and side; {q, k, v, out} of old processors are layers of their own
 _KEYS = (
     re.compile(r"(?P<layer>.+)\.lora_(?P<side>A|B)(\.[^.]+)?\.weight"),
+    re.compile(r"(?P<layer>.+)\.lora_(?P<side>magnitude_vector)(\.weight)?"),
     re.compile(r"(?P<layer>.+)\.lora_(?P<side>down|up)\.weight"),
     re.compile(r"(?P<layer>.+)\.lora(_linear_layer)?\.(?P<side>down|up)\.weight"),
     re.compile(r"(?P<layer>.+)\.processor\.(?P<attention>to_(q|k|v|out))_lora\.(?P<side>down|up)\.weight"),
@@ -140,7 +140,7 @@ def fitting(choice: AdapterChoice, adapter: Adapter, layouts: AdapterLayouts) ->
         shape = layouts.shapes(folder).get(layouts.layer(folder, name)) if layouts.has(folder) else None
         if shape is None or not pair.fits(shape):
             homeless += pair.keys
-        elif not all(torch.isfinite(value).all() for value in (pair.a, pair.b) if value is not None):
+        elif not all(value.isfinite().all() for value in (pair.a, pair.b, pair.lengths) if value is not None):
             raise not_finite(choice, adapter.path, pair)
     if homeless or not adapter.pairs:
         raise unfit(choice, adapter, homeless)
@@ -172,25 +172,27 @@ def merge_adapter(choice: AdapterChoice, family: BaseFamily, modules: Mapping[st
     adapter = read_adapter(choice, family)
 
     # --- every product, before one is added: an adapter of another model changes nothing
-    layers: dict[int, tuple[nn.Module, Tensor]] = {}
+    layers: dict[int, tuple[nn.Module, LoraPair]] = {}
     homeless: list[str] = []
     for (folder, name), pair in adapter.pairs.items():
         layer = find_layer(modules[folder], name) if folder in modules else None
         weight = getattr(layer, "weight", None)
         delta = pair.delta(weight.shape) if isinstance(weight, torch.Tensor) else None
-        if layer is None or delta is None:
+        if layer is None or delta is None or id(layer) in layers:
             homeless += pair.keys
-        elif not torch.isfinite(delta).all():
+        elif not torch.isfinite(delta).all() or (pair.lengths is not None and not pair.lengths.isfinite().all()):
             raise not_finite(choice, adapter.path, pair)
         else:
-            layers[id(layer)] = (layer, delta if id(layer) not in layers else layers[id(layer)][1] + delta)
+            layers[id(layer)] = layer, pair
     if homeless or not layers:
         raise unfit(choice, adapter, homeless)
 
     # --- added in fp32, rounded once to what the layer is held in
-    for layer, delta in layers.values():
+    for layer, pair in layers.values():
         weight = getattr(layer, "base_layer", layer).get_parameter("weight")  # beside an adapter that is trained
-        weight.copy_((weight.float() + choice.scale * delta.to(weight.device)).to(weight.dtype))
+        made = pair.changed(weight, choice.scale)
+        assert made is not None
+        weight.copy_(made.to(weight.dtype))
     return f"adapter {adapter.path.name} at scale {choice.scale:g}: {len(layers)} layers"
 
 
@@ -214,7 +216,9 @@ def _refuse_others(choice: AdapterChoice, path: Path, shapes: Mapping[str, tuple
     for pattern, name in _OTHERS:
         if any(re.search(pattern, key) for key in keys):
             remedy = "merge it with the tool that made it, and give the merged weights"
-            raise ConfigFault([Fault(choice.flag, f"{path} is {name}; adapters here are LoRA", remedy)])
+            raise ConfigFault(
+                [Fault(choice.flag, f"{path} is {name}; adapters in one file are LoRA or DoRA here", remedy)]
+            )
     if not any("lora" in key.lower() for key in keys):
         what = f"{path} is not an adapter: it looks like {looks_like(shapes)}"
         raise ConfigFault([Fault(choice.flag, what, "whole models are given as --weights")])
@@ -252,6 +256,10 @@ def _by_diffusers(
     choice: AdapterChoice, path: Path, tensors: dict[str, Tensor], layouts: AdapterLayouts, about: Mapping[str, Any]
 ) -> dict[LayerKey, LoraPair]:
     """Sort an adapter's tensors as diffusers names them. Raises ConfigFault where it cannot read them."""
+    if lost := [key for key in tensors if "dora_scale" in key]:  # which diffusers' converters leave out
+        what = f"{path} is DoRA, and {lost[0]} names no layer of this model that is known here"
+        raise ConfigFault([Fault(choice.flag, what, "give an adapter of this family and size")])
+
     # --- keys of PEFT and of kohya as diffusers has them
     tensors = {
         f"{layouts.denoiser}.{key.removeprefix(PEFT_PREFIX)}" if key.startswith(PEFT_PREFIX) else key: value
@@ -273,6 +281,8 @@ def _by_diffusers(
             pair.a = value
         elif side == "B":
             pair.b = value
+        elif side == "lengths":
+            pair.lengths = value.flatten()
 
     # --- how strong each is: by its own tensors, then by what the file says of itself
     for key, alpha in alphas.items():

@@ -1,9 +1,9 @@
-"""What layers of an adapter (LoRA) are called in each layout, and how the factors of layers that a layout fuses go together.
+"""What layers of an adapter (LoRA, DoRA) are called in each layout, and how the factors of layers that a layout fuses go together.
 
 1. Layers have the names of diffusers' modules, apart by the folder of their part; of CLIP with `text_model.` before them.
 2. An index maps the names of every layout to them: diffusers', PEFT's, ComfyUI's, kohya's.
 3. Where the original layout holds several layers as one (qkv), their factors become one of block structure, which is
-   exact: A_1, A_2 one below another, B_1, B_2 on a diagonal.
+   exact: A_1, A_2 one below another, B_1, B_2 on a diagonal; lengths of rows (DoRA) one behind another.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.build import build
 from difftrain.models.weights.folder_export import file_name
 from difftrain.models.weights.keys import swapped, table_rule
@@ -31,7 +32,8 @@ LayerKey = tuple[str, str]  # folder, layer
 PEFT_PREFIX = "base_model.model."  # before the names of a file that PEFT wrote by itself
 PIECES = "difftrain.pieces"  # of a header: rank and alpha of the layers that a fused one is made of
 _FACTOR = re.compile(
-    r"(?P<stem>.+)\.(?:lora_(?P<side>A|B|down|up)(?:\.(?!weight$)[^.]+)?|lora(?:_linear_layer)?\.(?P<old>down|up))\.weight"
+    r"(?P<stem>.+)\.(?:(?:lora_(?P<side>A|B|down|up)(?:\.(?!weight$)[^.]+)?|lora(?:_linear_layer)?\.(?P<old>down|up))\.weight"
+    r"|(?P<lengths>dora_scale|lora_magnitude_vector(?:\.weight)?))"
 )
 _SIDES = {"A": "a", "down": "a", "B": "b", "up": "b"}
 
@@ -41,6 +43,7 @@ class LoraPair:
     """The two factors of one layer, and what the product is multiplied with beside the scale.
 
     Shapes: a (R, in, ...), b (out, R, ...). alpha: None is the rank. keys: what the tensors are called in their file.
+    lengths: of DoRA, (out,), those of the rows of the weight with the product.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -48,6 +51,7 @@ class LoraPair:
     b: Tensor | None = None
     alpha: float | None = None
     root: bool = False  # rsLoRA
+    lengths: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -66,6 +70,8 @@ class LoraPair:
         if self.a is None or self.b is None or min(self.a.ndim, self.b.ndim) < 2:
             return False
         out, into = self.b.shape[0], prod(self.a.shape[1:])
+        if self.lengths is not None and self.lengths.numel() != out:
+            return False
         return prod(self.b.shape[1:]) == self.rank and (out, into) == (shape[0], prod(shape[1:]))
 
     def delta(self, shape: Sequence[int]) -> Tensor | None:
@@ -74,6 +80,20 @@ class LoraPair:
             return None
         factor = self.plain_alpha / self.rank
         return (factor * (self.b.float().flatten(1) @ self.a.float().flatten(1))).reshape(*shape)
+
+    def changed(self, weight: Tensor, scale: float) -> Tensor | None:
+        """Return a weight with the product at a scale, its rows of the lengths that are said, fp32; None where it does not fit.
+
+        Source: Liu et al. 2024, DoRA, equation 5.
+        """
+        delta = self.delta(weight.shape)
+        if delta is None:
+            return None
+        made = weight.float() + scale * delta.to(weight.device)
+        if self.lengths is None:
+            return made
+        lengths = self.lengths.float().flatten().to(weight.device) / made.flatten(1).norm(dim=1)
+        return made * lengths.view(-1, *(1,) * (made.ndim - 1))
 
 
 class LayerPiece(NamedTuple):
@@ -212,7 +232,10 @@ class AdapterLayouts:
                 return None
             pair = stems.setdefault(match["stem"], LoraPair())
             pair.keys.append(name)
-            setattr(pair, _SIDES[match["side"] or match["old"]], value)
+            if match["lengths"]:
+                pair.lengths = value.flatten()
+            else:
+                setattr(pair, _SIDES[match["side"] or match["old"]], value)
         known = self.index(stems)
         if any(stem not in known for stem in stems):
             return None
@@ -228,6 +251,7 @@ class AdapterLayouts:
                 if one is not None:
                     if piece.halves and one.b is not None:
                         one.b = swapped(one.b, True)
+                        one.lengths = None if one.lengths is None else swapped(one.lengths, True)
                     made[piece.key] = one
         return made
 
@@ -236,7 +260,7 @@ class AdapterLayouts:
     def fused(self, pairs: Mapping[LayerKey, LoraPair]) -> tuple[dict[str, LoraPair], dict[str, Any]]:
         """Return the denoiser's pairs by the names of its original layout, and the pieces of those that were fused.
 
-        A layer that has no name there keeps its own.
+        A layer that has no name there keeps its own. Raises ConfigFault where a layer there is DoRA in part.
         """
         named = {piece.key for pieces in self.original.values() for piece in pieces}
         made = {layer: pair for (folder, layer), pair in pairs.items()
@@ -247,13 +271,19 @@ class AdapterLayouts:
             if not any(own):
                 continue
             turned = [
-                None if pair is None else LoraPair([], pair.a, _b(pair, piece.halves), pair.plain_alpha)
+                None
+                if pair is None
+                else replace(_turned(pair, piece.halves), keys=[], alpha=pair.plain_alpha, root=False)
                 for pair, piece in zip(own, pieces, strict=True)
             ]
             if len(turned) == 1 and turned[0] is not None:
                 made[name] = turned[0]
-            else:
-                made[name], ranks[name] = join(turned, pieces)
+                continue
+            lacking = [piece.key[1] for pair, piece in zip(own, pieces) if pair is None or pair.lengths is None]
+            if lacking and any(pair is not None and pair.lengths is not None for pair in own):
+                what = f"is one layer there, and {', '.join(lacking)} has no lengths of rows (DoRA)"
+                raise ConfigFault([Fault(name, what, "adapters of all its layers, or LoRA")])
+            made[name], ranks[name] = join(turned, pieces)
         return made, ranks
 
 
@@ -262,9 +292,11 @@ def stems_of(names: Iterable[str]) -> set[str]:
     return {match["stem"] for name in names if (match := _FACTOR.fullmatch(name))}
 
 
-def _b(pair: LoraPair, halves: bool) -> Tensor:
+def _turned(pair: LoraPair, halves: bool) -> LoraPair:
+    """Swap the two halves of a layer's rows, where they are swapped in a file."""
     assert pair.b is not None
-    return swapped(pair.b, halves)
+    lengths = None if pair.lengths is None else swapped(pair.lengths, halves)
+    return replace(pair, b=swapped(pair.b, halves), lengths=lengths)
 
 
 def _pieces_of(header: Mapping[str, str]) -> dict[str, Any]:
@@ -298,7 +330,10 @@ def join(pairs: Sequence[LoraPair | None], pieces: Sequence[LayerPiece]) -> tupl
             ranks[-1] = [pair.rank, pair.plain_alpha if more == 1 else factor * pair.rank]
         row += piece.rows
     a = torch.cat([pair.a for pair in own if pair.a is not None])
-    return LoraPair([], a, b, first.plain_alpha * rank / first.rank), ranks
+    lengths = [pair.lengths for pair in own if pair.lengths is not None]
+    return LoraPair(
+        [], a, b, first.plain_alpha * rank / first.rank, lengths=torch.cat(lengths) if lengths else None
+    ), ranks
 
 
 def split(pair: LoraPair, pieces: Sequence[LayerPiece], ranks: Any = None) -> list[LoraPair | None]:
@@ -312,6 +347,10 @@ def split(pair: LoraPair, pieces: Sequence[LayerPiece], ranks: Any = None) -> li
         return [LoraPair(pair.keys, a, None, pair.alpha) for _ in pieces]  # fits nowhere, and is named then
     rows = b.split([piece.rows for piece in pieces])
     rank = a.shape[0]
+    if pair.lengths is not None and pair.lengths.numel() == b.shape[0]:
+        parted = split(replace(pair, lengths=None), pieces, ranks)
+        lengths = pair.lengths.split([piece.rows for piece in pieces])
+        return [None if one is None else replace(one, lengths=own) for one, own in zip(parted, lengths, strict=True)]
     if _fits(ranks, count, rank):
         widths = [0 if one is None else one[0] for one in ranks]
         blocks = zip(a.split(widths), (part.split(widths, dim=1)[i] for i, part in enumerate(rows)), ranks, strict=True)

@@ -175,21 +175,29 @@ class ModelWeights:
 # ------------------------------------------------------------------ merging
 
 
-def deltas_of(
+def products_of(
     choices: Sequence[tuple[AdapterChoice, AdapterFile]], layouts: AdapterLayouts
-) -> Callable[[str, str, Sequence[int]], Tensor | None]:
-    """Return what adapters add to a layer, by folder and name: None where nothing. Raises ConfigFault where one does not fit."""
+) -> Callable[[str, str, Tensor], Tensor | None]:
+    """Return what adapters make of a layer's weight, by folder and name, in fp32: None where nothing.
+
+    What is added is added first, then rows get their lengths (DoRA). Raises ConfigFault where one does not fit.
+    """
     merged: dict[LayerKey, list[tuple[float, LoraPair]]] = {}
     for choice, file in choices:
         for key, pair in fitting(choice, sort_adapter(choice, file, layouts), layouts).items():
             merged.setdefault(key, []).append((choice.scale, pair))
 
-    def delta(folder: str, name: str, shape: Sequence[int]) -> Tensor | None:
-        products = [(scale, pair.delta(shape)) for scale, pair in merged.get((folder, layouts.layer(folder, name)), ())]
-        made = [scale * product for scale, product in products if product is not None]
-        return sum(made[1:], made[0]) if made else None
+    def changed(folder: str, name: str, weight: Tensor) -> Tensor | None:
+        pairs = merged.get((folder, layouts.layer(folder, name)), [])
+        products = [(scale, pair.delta(weight.shape)) for scale, pair in pairs if pair.lengths is None]
+        added = [scale * product for scale, product in products if product is not None]
+        made = weight.float() + sum(added[1:], added[0]) if added else None
+        for scale, pair in pairs:
+            if pair.lengths is not None:
+                made = pair.changed(weight if made is None else made, scale)
+        return made
 
-    return delta
+    return changed
 
 
 Change = Callable[[str, str, "Tensor"], "Tensor | None"]  # folder, name of a tensor, value -> what it becomes, in fp32
@@ -202,14 +210,13 @@ def changes_of(choices: Sequence[AdapterChoice], layouts: AdapterLayouts) -> Cha
     """
     others = [PeftMerge(choice, layouts) for choice in choices if kind_in(choice.path)]
     products = [(choice, load_adapter(choice)) for choice in choices if not kind_in(choice.path)]
-    delta = deltas_of(products, layouts)
+    changed_by_products = products_of(products, layouts)
 
     def change(folder: str, name: str, value: Tensor) -> Tensor | None:
         made: Tensor | None = None
         layer = name.removesuffix(".weight")
         if layer != name and value.ndim > 1:
-            added = delta(folder, layer, value.shape)
-            made = None if added is None else value.float() + added
+            made = changed_by_products(folder, layer, value)
         for other in others:
             changed = other(folder, name, value if made is None else made)
             made = made if changed is None else changed
