@@ -18,7 +18,7 @@ from difftrain.demo.make import TRAIN, UNSEEN
 from difftrain.io.clip_files import write_clip
 
 SIDE, FRAMES, RATE = 64, 17, 16  # pixels; frames, and how many of them a second
-HELD_OUT_EVERY = 16  # emoji: one in so many is not trained on with one of its motions
+HELD_OUT_EVERY = 4  # emoji: one in so many is not trained on with one of the motions
 COUNT = 512  # clips to train on, about: a minute of a VAE on a CPU
 NUM_SHOWN = 4  # clips that samples are drawn of
 _SCENE = 512  # px of the ground that the camera looks at
@@ -62,7 +62,7 @@ def write(folder: Path, npm: Path, count: int = COUNT) -> dict[str, int]:
     count: of those to train on, about. Returns how many clips each folder has.
     """
     emoji = list(datasets.emoji_pictures(npm))
-    emoji = emoji[:: max(1, 2 * len(emoji) // count)]
+    emoji = emoji[:: max(1, len(MOTIONS) * len(emoji) // count)]
     return {
         TRAIN: _write(folder / TRAIN, _seen(emoji)),
         UNSEEN: _write(folder / UNSEEN, _unseen(emoji)),
@@ -70,20 +70,22 @@ def write(folder: Path, npm: Path, count: int = COUNT) -> dict[str, int]:
 
 
 def _seen(emoji: Iterable[DemoPicture]) -> Iterator[EmojiClip]:
-    """Yield two clips of each, so that all motions are seen equally often."""
+    """Yield a clip of each with every motion, but for what is held out: the words alone tell which it is."""
     for number, picture in enumerate(emoji):
-        yield _clip(number, picture, number)
-        yield _clip(number, picture, number + 2)
+        for motion in MOTIONS:
+            if motion is not _held_out(number):
+                yield EmojiClip(picture, _GROUNDS[number % len(_GROUNDS)], motion)
 
 
 def _unseen(emoji: Iterable[DemoPicture]) -> Iterator[EmojiClip]:
     for number, picture in enumerate(emoji):
-        if number % HELD_OUT_EVERY == 0:
-            yield _clip(number, picture, number // HELD_OUT_EVERY % 2 + number + 3)
+        if (motion := _held_out(number)) is not None:
+            yield EmojiClip(picture, _GROUNDS[number % len(_GROUNDS)], motion)
 
 
-def _clip(number: int, picture: DemoPicture, motion: int) -> EmojiClip:
-    return EmojiClip(picture, _GROUNDS[number % len(_GROUNDS)], MOTIONS[motion % len(MOTIONS)])
+def _held_out(number: int) -> Motion | None:
+    """Return the motion of an emoji that is not trained on: all motions in turn."""
+    return MOTIONS[number // HELD_OUT_EVERY % len(MOTIONS)] if number % HELD_OUT_EVERY == 0 else None
 
 
 def _write(folder: Path, clips: Iterable[EmojiClip]) -> int:
