@@ -3,7 +3,7 @@
     python benchmarks/clip_motions.py        some ten minutes on two cores
 
 Trains the recipe configs/wan/emoji.toml from nothing: a small random Wan, emoji under a camera that pans or zooms, whose
-captions name the motion. Of one emoji in sixteen a motion is not trained on. The loss of the averaged weights on those
+captions name the motion. Every emoji comes under every motion, but of one in four a motion is held out. The loss of the averaged weights on those
 clips counts: with their captions, with captions that name the opposite motion, and beside it that of a Gaussian with
 the mean and variance of the training latents, which knows no words (demo/judge.py). `--sheet` writes
 frames of samples. Exit code 1 where a limit is not reached.
