@@ -156,7 +156,9 @@ class Batch:
     def on_host(self) -> Batch:
         """Return it with its tensors on the CPU."""
         mask = None if self.loss_mask is None else self.loss_mask.cpu()
-        features, draws = ({name: value.cpu() for name, value in each.items()} for each in (self.features, self.draws))
+        features, draws = (
+            {name: value.cpu() for name, value in table.items()} for table in (self.features, self.draws)
+        )
         return replace(self, features=features, draws=draws, loss_mask=mask)
 
     def tensors(self) -> dict[str, Tensor]:

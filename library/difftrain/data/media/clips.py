@@ -31,8 +31,8 @@ from difftrain.data.media.media import (
     check_size,
     decode_animation,
     decode_for,
+    full_size,
     probe,
-    whole,
 )
 from difftrain.data.media.video import Video, lateness, opened
 from difftrain.io.files import open_regular
@@ -208,7 +208,7 @@ def _shown(stream: BinaryIO, times: Sequence[Fraction], fps: Fraction, max_pixel
     video = Video(stream, max_pixels)
     try:
         for count, frame in video.shown_at(times, video.lateness(fps)):
-            yield count, whole(video.to_rgb(frame))
+            yield count, full_size(video.to_rgb(frame))
     finally:
         video.close()
 
@@ -222,7 +222,7 @@ def _pictures_at(
         until = ends[index] - (late if index < last else 0)  # the next one may come too late for its time
         count = sum(1 for moment in times[at:] if moment < until)
         if count:
-            yield count, whole(pixels)
+            yield count, full_size(pixels)
             at += count
         if at == len(times):
             return

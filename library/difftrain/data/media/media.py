@@ -114,7 +114,7 @@ class Decoded(NamedTuple):
     size_wh: tuple[int, int]
 
 
-def whole(pixels: np.ndarray) -> Decoded:
+def full_size(pixels: np.ndarray) -> Decoded:
     """Describe a picture that was decoded as large as it is."""
     return Decoded(pixels, (pixels.shape[1], pixels.shape[0]))
 
