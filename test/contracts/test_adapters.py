@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fetched
 import pytest
 import torch
 from families import Tiny, bucket_of, config, exported, loaded, made, trained_once
@@ -20,6 +23,7 @@ from difftrain.contracts import ConfigFault
 from difftrain.models import adapted as adapted_models
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
+from difftrain.models.weights.adapter_layouts import AdapterLayouts
 from difftrain.models.weights.peft_merge import fuse_by_peft, kind_in, merge_by_peft
 
 # layers whose outputs are computed and thrown away: their gradient is there, and exactly zero
@@ -237,6 +241,41 @@ def torn(folder: Path) -> bytes:
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors.pop(sorted(tensors)[-1])
     return save(tensors)
+
+
+@pytest.mark.parametrize("decompose", [-1, 4])
+@pytest.mark.parametrize("name", ["sd1", "sdxl", "wan"])
+def test_lycoris_reads_lokr_as_it_was_trained(
+    name: str, decompose: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer's product, by LyCORIS's own modules, is what PEFT adds; of Flux, whose file fuses layers, there is none."""
+    monkeypatch.syspath_prepend(fetched.lycoris())
+    monkeypatch.setitem(sys.modules, "toml", SimpleNamespace())  # of its presets, which nobody asks for here
+    from lycoris.modules import get_module, make_module
+
+    section = {"type": "lokr", "rank": 2, "alpha": 3.0, "decompose_factor": decompose}
+    own = adapted(name, section, **({"train_text_encoder": True} if name == "sdxl" else {}))
+    trained_once(own)
+    folder = exported(own, tmp_path / "mine")
+    file = folder / ("mine_comfyui.safetensors" if name == "wan" else "mine.safetensors")
+    tensors, layouts = load_file(file), AdapterLayouts(own.family)
+    layers = {}
+    for part in own.family.in_root:
+        home = own.family.folder(part)
+        for layer, module in adapted_layers(own.parts.root.get_submodule(part)).items():
+            layers[layouts.own_name(home, layouts.layer(home, layer))] = module
+    assert layers.keys() == {key.rpartition(".")[0] for key in tensors} and len(layers) > 10
+    for stem, module in layers.items():
+        base: Any = module.base_layer
+        kind, params = get_module(tensors, stem)
+        made = make_module(kind, params, stem.replace(".", "_"), base)
+        with torch.no_grad():
+            theirs, ours = made.get_weight(base.weight.shape), module.get_delta_weight("default")
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-7, msg=stem)
+    flux = adapted("flux", section)
+    assert sorted(path.name for path in exported(flux, tmp_path / "flux").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["dora", "oft", "lokr", "ia3"])

@@ -51,6 +51,11 @@ def clip_bpe() -> Path:
     return next(folder.rglob("bpe_simple_vocab_16e6.txt.gz"))
 
 
+def lycoris() -> Path:
+    """Return the folder of LyCORIS, to be imported from: it reads and writes adapters of its own kinds."""
+    return _kept("lycoris-lora==4.1.3", ("--only-binary", ":all:"), "lycoris/")
+
+
 def t5_tokenizer() -> Path:
     """Return T5's tokenizer.json: stable-diffusion.cpp has it as an array of bytes in its source (20 MB)."""
     package = "stable-diffusion-cpp-python"

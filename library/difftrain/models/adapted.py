@@ -19,7 +19,14 @@ from difftrain.config.rules.adapter import scaled
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.weights.adapter_export import facts_of, write_adapter, write_layout, write_peft
+from difftrain.models.weights.adapter_export import (
+    AdapterFacts,
+    facts_of,
+    write_adapter,
+    write_layout,
+    write_lokr,
+    write_peft,
+)
 from difftrain.models.weights.adapter_files import Adapter, AdapterChoice, merge_adapter, read_adapter
 from difftrain.models.weights.adapter_layouts import AdapterLayouts, LayerKey, LoraPair
 from difftrain.models.weights.fingerprints import hashed
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
+    from difftrain.config.schema.adapter import AdapterSection
     from difftrain.contracts import Parts
     from difftrain.models.base import BaseFamily
     from difftrain.models.root import DenoiserRoot
@@ -58,7 +66,37 @@ def export_adapter(
             # target_modules is one expression of whole names: entries of a list mean ends, too
             config = kind_of(section).config(section, ranks_of(section, layers)).to_dict()
             write_peft(folder, plain, config, {"format": "pt", **metadata})
+        if section.type == "lokr":
+            _export_lokr(
+                family,
+                tensors,
+                parts,
+                aside,
+                path.name,
+                AdapterFacts(section.rank, _alpha(section), dtype=dtype, metadata=metadata),
+            )
     return path
+
+
+def _alpha(section: AdapterSection) -> float:
+    return float(section.rank if section.alpha is None else section.alpha)
+
+
+def _export_lokr(
+    family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], parts: Parts, folder: Path, name: str, facts: AdapterFacts
+) -> None:  # fmt: skip
+    """Write LoKr for programs that read LyCORIS's names. tensors: by part and name in the root."""
+    layers: dict[LayerKey, dict[str, Tensor]] = {}
+    alphas: dict[LayerKey, float] = {}
+    for part, named in tensors.items():
+        home, own = family.folder(part), list(adapted_layers(parts.root.get_submodule(part)))
+        alphas |= {(home, layer): alpha for layer, alpha in ranks_of(family.cfg.adapter, own).alpha.items()}
+        for full, value in named.items():
+            layer, _, leaf = full.removesuffix(f".{ADAPTER}").rpartition(".")
+            layers.setdefault((home, layer), {})[leaf] = (
+                value.detach().to("cpu", facts.dtype or value.dtype).contiguous()
+            )
+    write_lokr(AdapterLayouts(family), layers, alphas, folder, name, facts)
 
 
 def as_one_file(cfg: TrainConfig) -> bool:
@@ -82,9 +120,10 @@ def _export_lora(
         return write_layout(
             family, pairs, "kohya", path.with_name(f"{path.name}.safetensors"), facts_of(pairs, **facts)
         )
-    alpha = float(section.rank if section.alpha is None else section.alpha)
     rank, root = section.rank, section.use_rslora
-    return write_adapter(family, pairs, path, rank=rank, alpha=alpha, name=path.name, use_rslora=root, **facts)
+    return write_adapter(
+        family, pairs, path, rank=rank, alpha=_alpha(section), name=path.name, use_rslora=root, **facts
+    )
 
 
 def pairs_of(family: BaseFamily, tensors: Mapping[str, Mapping[str, Tensor]], parts: Parts) -> dict[LayerKey, LoraPair]:

@@ -4,6 +4,8 @@ pytorch_lora_weights.safetensors    diffusers: load_lora_weights
 adapter_model.safetensors           PEFT, with adapter_config.json; adapters of text encoders in folders beside it
 NAME_comfyui.safetensors            ComfyUI; of UNets it reads kohya's, which stands there alone then
 NAME.safetensors                    kohya's scripts, A1111, Forge and ComfyUI: families of UNets
+
+LoKr has PEFT's folder and the file of ComfyUI or kohya, in the names of LyCORIS (write_lokr).
 """
 
 from __future__ import annotations
@@ -211,6 +213,33 @@ def _with_alphas(pairs: Mapping[str, LoraPair], first: str, second: str) -> Tens
         if pair.lengths is not None:
             made[f"{name}.dora_scale"] = pair.lengths.view(-1, *(1,) * (pair.a.ndim - 1))
     return made
+
+
+def write_lokr(
+    layouts: AdapterLayouts, layers: Mapping[LayerKey, Tensors], alphas: Mapping[LayerKey, float], folder: Path,
+    name: str, facts: AdapterFacts,
+) -> None:  # fmt: skip
+    """Write LoKr into a folder as LyCORIS, A1111 and ComfyUI read it: the file that a LoRA of the family would have.
+
+    layers: by folder and name, PEFT's tensors by their last name, which are LyCORIS's too. A file that fuses one of the
+    layers is left out: a Kronecker product is none of some rows. A strength is alpha over the rank of a factor that is a
+    product itself; where none is, it goes into the first factor.
+    """
+    tensors: Tensors = {}
+    for (home, layer), own in layers.items():
+        stem = layouts.own_name(home, layouts.layer(home, layer))
+        if stem is None:
+            log.warning("no file of LoKr for other programs: theirs fuse %s with other layers", layer)
+            return
+        rank = next((own[key].shape[0] for key in ("lokr_w1_b", "lokr_w2_b") if key in own), None)
+        alpha = alphas[home, layer]
+        for key, value in own.items():
+            folded = rank is None and key == "lokr_w1"
+            tensors[f"{stem}.{key}"] = (value * (alpha / facts.rank)).to(value.dtype) if folded else value
+        tensors[f"{stem}.alpha"] = torch.tensor(float(facts.rank if rank is None else alpha))
+    file = f"{name}{'' if has_kohya(layouts.family) else '_comfyui'}.safetensors"
+    header = _header(facts) | {"ss_network_module": "lycoris.kohya", "ss_network_args": json.dumps({"algo": "lokr"})}
+    _write(folder / file, tensors, header)
 
 
 # ------------------------------------------------------------------ what files say of themselves

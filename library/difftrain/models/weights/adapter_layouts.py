@@ -189,6 +189,24 @@ class AdapterLayouts:
         texts = self.text_folders()
         return "lora_te_" if len(texts) == 1 else f"lora_te{texts.index(folder) + 1}_"
 
+    @cached_property
+    def _unfused(self) -> dict[str, str]:
+        """Map layers of the denoiser to their names in the original layout, where they are a layer of their own there."""
+        return {pieces[0].key[1]: name for name, pieces in self.original.items()
+                if len(pieces) == 1 and not pieces[0].halves and pieces[0].rows == self.shapes(self.denoiser)[pieces[0].key[1]][0]}  # fmt: skip
+
+    def own_name(self, folder: str, layer: str) -> str | None:
+        """Return what kohya's scripts, of UNets, or ComfyUI call one of our layers; None where they fuse it with others."""
+        original = self.lora.kohya == "original" if self.lora.kohya else self.lora.original
+        name: str | None = layer
+        if folder == self.denoiser and original:
+            name = self._unfused.get(layer)
+        if name is None:
+            return None
+        if self.lora.kohya:
+            return self.kohya_prefix(folder) + name.replace(".", "_")
+        return f"{self.lora.comfy}{name}" if folder == self.denoiser else f"{folder}.{name}"
+
     def index(self, stems: Iterable[str]) -> dict[str, list[LayerPiece]]:
         """Map the names of layers in every layout to ours. stems: those that are looked for."""
         first = {stem.partition(".")[0] for stem in stems}
