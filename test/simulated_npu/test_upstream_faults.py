@@ -41,7 +41,8 @@ def test_every_row_is_here_or_named_elsewhere():
     here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
     here |= {f"complex_rotary_of_{forms}" for forms in ("text_and_image", "one_stream", "grouped_heads")}
     here |= {"routed_experts"}
-    elsewhere = {"native_npu"}  # test_attention.py
+    # test_attention.py; test/unit/device/test_frame_attention.py
+    elsewhere = {"native_npu", "causal_frames"}
     assert {row.name for row in patches.PATCHES} == here | elsewhere
 
 

@@ -11,6 +11,7 @@ from diffusers import (
     AutoencoderKL,
     CosmosTransformer3DModel,
     HiDreamImageTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
     Lumina2Transformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -193,8 +194,25 @@ def _cosmos() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return module, inputs
 
 
+def _hunyuan_video_15() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    module = HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=4, attention_head_dim=16, num_layers=1, num_refiner_layers=1,
+        text_embed_dim=16, text_embed_2_dim=12, image_embed_dim=8, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+    keep = torch.ones(2, 7)
+    keep[1, 4:] = 0
+    inputs = {
+        "hidden_states": torch.randn(2, 9, 2, 4, 4), "timestep": torch.tensor([30.0, 700.0]),
+        "encoder_hidden_states": torch.randn(2, 7, 16), "encoder_attention_mask": keep,
+        "encoder_hidden_states_2": torch.randn(2, 7, 12), "encoder_attention_mask_2": keep.flip(0),
+        "image_embeds": torch.zeros(2, 3, 8),
+    }  # fmt: skip
+    return module, inputs
+
+
 @pytest.mark.parametrize(
-    ("make", "attending"), [(_sd3, 3 + 1), (_aura_flow, 2), (_lumina2, 2 + 1), (_hidream, 2), (_cosmos, 2)]
+    ("make", "attending"),
+    [(_sd3, 3 + 1), (_aura_flow, 2), (_lumina2, 2 + 1), (_hidream, 2), (_cosmos, 2), (_hunyuan_video_15, 2)],
 )
 def test_transformers_with_processors_of_their_own_compute_the_same(make: Any, attending: int) -> None:
     torch.manual_seed(0)

@@ -46,6 +46,26 @@ def test_other_models_of_the_network_are_errors(argument: str, value: Any, tmp_p
     assert names(refusal.value, argument, value)
 
 
+@pytest.mark.parametrize(("argument", "value"), [("extra_pos_embed_type", None), ("in_channels", 17)])
+def test_what_is_not_cosmos_1_is_an_error_there(argument: str, value: Any, tmp_path: Path) -> None:
+    sizes = shipped_sizes(made(config("cosmos")), "tiny")
+    sizes["transformer"][argument] = value
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    with pytest.raises(ConfigFault) as refusal:
+        made(config("cosmos", init_from_config=str(tmp_path / "sizes.json"))).load()
+    assert names(refusal.value, argument, value)
+
+
+def test_clips_end_where_the_vaes_statistics_do() -> None:
+    family = made(config("cosmos"))
+    assert family.vae.longest == 121 and made(config("wan")).vae.longest is None
+    assert not [fault for fault in family.faults(family.source.build("transformer")) if "frame" in str(fault)]
+    longer = made(config("cosmos", {"data": {"frame_buckets": (1, 129)}}))
+    with pytest.raises(ConfigFault) as refusal:
+        longer.load(meta=True)
+    assert names(refusal.value, "frame_buckets", 121)
+
+
 def test_a_network_without_the_channel_of_padding_trains(tmp_path: Path) -> None:
     sizes = shipped_sizes(made(config("cosmos_predict2")), "tiny")
     sizes["transformer"]["concat_padding_mask"] = False

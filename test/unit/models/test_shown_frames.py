@@ -12,7 +12,7 @@ from families import Tiny, batch_of, config, exported, loaded, made
 from PIL import Image
 
 from difftrain.contracts import Bucket, ConfigFault
-from difftrain.models.shown_frames import FRAMES, SEEN, clip_of, looked_at
+from difftrain.models.shown_frames import FRAMES, IMAGE_ENCODERS, SEEN, clip_of, looked_at
 from difftrain.models.vae.latents import posterior
 
 
@@ -22,13 +22,34 @@ def both() -> Tiny:
 
 
 @pytest.mark.parametrize("size", [(64, 96), (300, 224), (50, 50)])
-def test_an_image_is_seen_as_clips_processor_makes_it(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", IMAGE_ENCODERS)
+def test_an_image_is_seen_as_its_processor_makes_it(kind: str, size: tuple[int, int]) -> None:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+    made = {"CLIPVisionModel": CLIPImageProcessorPil, "SiglipVisionModel": SiglipImageProcessorPil}[kind]
     pixels = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     images = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in pixels]
-    theirs = CLIPImageProcessorPil()(images=images, return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(looked_at(pixels, 224), theirs, atol=1e-6)
+    theirs = made(size={"height": 56, "width": 56}, resample=3) if kind.startswith("Siglip") else made()
+    seen = looked_at(pixels, 56 if kind.startswith("Siglip") else 224, IMAGE_ENCODERS[kind])
+    np.testing.assert_allclose(seen, theirs(images=images, return_tensors="np")["pixel_values"], atol=1e-6)
+
+
+def test_a_frame_that_is_shown_by_itself_is_the_first_latent_and_the_others_are_zeros() -> None:
+    tiny = loaded(config("hunyuan_video_15_i2v"))
+    batch = batch_of(tiny.family, Bucket(64, 96, 9))
+    told = tiny.family.frames(batch, tiny.parts)
+    mask, latents = told[FRAMES].split((1, 8), dim=1)
+    assert mask[0, 0, :, 0, 0].tolist() == [1, 0, 0] and not latents[:, :, 1:].any()
+    first = batch.features["pixels"][:, :, 0]
+    mean, _ = posterior(tiny.parts.frozen["vae"], first, fp32=True, batch_size=None)
+    torch.testing.assert_close(latents[:, :, :1], tiny.family.vae.scaled(mean))
+    batch.features["pixels"] = batch.features["pixels"].clone()
+    batch.features["pixels"][:, :, 1:] = 7
+    assert all(torch.equal(value, told[name]) for name, value in tiny.family.frames(batch, tiny.parts).items())
+    batch.features["pixels"], batch.bucket = first, Bucket(64, 96)  # an image is a clip of one frame
+    alone = tiny.family.frames(batch, tiny.parts)
+    assert torch.equal(alone[FRAMES][:, :, 0], told[FRAMES][:, :, 0]) and alone[FRAMES].shape[2] == 1
 
 
 def test_only_what_is_shown_of_a_clip_matters(both: Tiny) -> None:
