@@ -137,7 +137,7 @@ def test_side_files_name_captions_parts_and_rates(tmp_path: Path) -> None:
     (folder / "parts.json").write_text(json.dumps({"clips": parts}))
     write(folder, "part.mp4", 40, "of the text")
     (folder / "part.json").write_text(json.dumps({"start": 3}))
-    frames = folder / "drawn.frames"
+    frames = folder / "drawn.FRAMES"
     frames.mkdir()
     for number in range(20):
         Image.fromarray(numbered(number)).save(frames / f"{number}.png")
@@ -146,12 +146,24 @@ def test_side_files_name_captions_parts_and_rates(tmp_path: Path) -> None:
     records = {one.name.rpartition("/")[2]: one for one in map(data.index.record, range(data.index.count))}
     assert {name: one.captions for name, one in records.items()} == {
         "parts.mp4#1000-2000": ("second",), "parts.mp4#2500-5000": ("third", "or so"),
-        "part.mp4#3000-5000": ("of the text",), "drawn.frames": ("drawn",),
+        "part.mp4#3000-5000": ("of the text",), "drawn.FRAMES": ("drawn",),
     }  # fmt: skip
     assert shown(data, records["parts.mp4#1000-2000"].id) == [8, 9, 10, 11, 12]
     assert shown(data, records["parts.mp4#2500-5000"].id) == list(range(20, 29))
     assert shown(data, records["part.mp4#3000-5000"].id) == list(range(24, 33))
-    assert shown(data, records["drawn.frames"].id) == list(range(0, 18, 2))
+    assert shown(data, records["drawn.FRAMES"].id) == list(range(0, 18, 2))
+
+
+def test_kohyas_metadata_names_videos_with_a_suffix_or_without(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    for name in ("one", "two"):
+        write(folder, f"{name}.mp4", 12, None)
+    (tmp_path / "all.json").write_text(json.dumps({"one": {"caption": "first"}, "two.mp4": {"tags": "second"}}))
+    data, _ = prepared(folder, in_json=str(tmp_path / "all.json"))
+    records = map(data.index.record, range(data.index.count))
+    assert {record.captions for record in records} == {("first",), ("second",)} and clips(data) == {
+        "all.json!one": (0, 9), "all.json!two.mp4": (0, 9),
+    }  # fmt: skip
 
 
 def test_tars_and_parquet_hold_videos(tmp_path: Path) -> None:

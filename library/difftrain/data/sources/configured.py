@@ -309,7 +309,7 @@ def _look(level: list[Path], visited: set[tuple[int, int]], *, videos: bool) -> 
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if is_folder(entry) and not (videos and entry.name.endswith(FRAMES)):
+                if is_folder(entry) and not (videos and entry.name.lower().endswith(FRAMES)):
                     below.append(Path(entry.path))
                 else:
                     suffixes[split_suffix(entry.name)[1]] += 1
@@ -349,7 +349,7 @@ def kohya_folders(root: Path, *, bare: bool = False, videos: bool = False) -> li
     """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
     folders = []
     for entry in os.scandir(root):
-        frames = videos and entry.name.endswith(FRAMES)  # a clip, and no class
+        frames = videos and entry.name.lower().endswith(FRAMES)  # a clip, and no class
         parsed = parse_name(entry.name, bare=bare) if is_folder(entry) and not frames else None
         if parsed is not None and _holds_data(Path(entry.path), videos=videos):
             folders.append(parsed)

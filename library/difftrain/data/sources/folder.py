@@ -51,7 +51,7 @@ class FolderSource(DataSource):
                 continue
             if is_left_out(self.info, path, by_file=False):
                 continue
-            if frames and path.endswith(frames) and entry.is_dir():
+            if frames and path.lower().endswith(frames) and entry.is_dir():
                 yield ListedFile("media", path, *size_and_time_of_all(self.root / path))
                 continue
             suffix = split_suffix(path)[1]
@@ -70,7 +70,7 @@ class FolderSource(DataSource):
             return
 
         path, lacking = self.root / file.path, "" if captions else self._lacking(file)
-        if file.path.endswith(FRAMES) and path.is_dir():
+        if file.path.lower().endswith(FRAMES) and path.is_dir():
             folder = FramesRef(path, side.fps or Fraction(self.info.fps))
             yield SourceItem(None, 0, 0, 0, captions, io.BytesIO, lacking, spans=side.spans, frames=folder)
             return
@@ -121,7 +121,7 @@ class FolderSource(DataSource):
 
     def open_media(self, media: MediaRef) -> Path | FramesRef:
         path = self.root / media.path
-        if media.path.endswith(FRAMES) and path.is_dir():
+        if media.path.lower().endswith(FRAMES) and path.is_dir():
             try:
                 rate = self._side_file(media.path).fps
             except BadCaption as error:
@@ -155,7 +155,7 @@ def walk(
                 if (is_hidden and not hidden) or entry.name == "__MACOSX":
                     continue
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                if is_folder(entry) and not (leaf and path.endswith(leaf) and not is_hidden):
+                if is_folder(entry) and not (leaf and path.lower().endswith(leaf) and not is_hidden):
                     if deep and not is_hidden:
                         waiting.append(path)
                 else:

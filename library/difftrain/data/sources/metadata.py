@@ -19,6 +19,7 @@ from typing import Any
 from difftrain.contracts import DataFault, MediaRef
 from difftrain.data.sources.base import (
     IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
     BadItem,
     DataSource,
     FileRef,
@@ -121,7 +122,8 @@ class MetadataSource(DataSource):
         """Find a picture by its path, below the root, whole or from where we are, or by its name without suffix."""
         here = self.root / name  # a whole path stays one
         by_path = (here, Path.cwd() / name) if is_media(name, self.info) else ()
-        for path in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
+        suffixes = (*_SUFFIXES, *sorted(VIDEO_SUFFIXES)) if self.info.frame_buckets else _SUFFIXES
+        for path in (*by_path, *(here.with_name(here.name + suffix) for suffix in suffixes if here.name)):
             if _is_file(path):
                 return path
         return None
