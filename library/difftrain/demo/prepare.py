@@ -100,7 +100,7 @@ FLOW_PROMPTS = {
         lambda _: ("red apple", "woman firefighter: dark skin tone", "green heart", "grinning face with smiling eyes")
     ),
     "pairs": DemoPrompts(lambda pictures: pairs.prompts(pictures / SHOWN), guidance=1),  # captions are never dropped
-    "clips": DemoPrompts(lambda pictures: clips.prompts(pictures / UNSEEN), frames=clips.FRAMES),
+    "clips": DemoPrompts(lambda pictures: clips.prompts(pictures / UNSEEN), guidance=1, frames=clips.FRAMES),
 }
 
 
