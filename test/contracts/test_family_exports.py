@@ -240,6 +240,11 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3ForCausalLM": (_QWEN3, "lm_head.weight"),
     "LlamaModel": (_QWEN3, "layers.0.self_attn.q_proj.weight"),
     "CLIPVisionModel": (_CLIP_VISION, "vision_model.encoder.layers.0.mlp.fc1.weight"),
+    "SiglipVisionModel": (
+        {key: value for key, value in _CLIP_VISION.items() if key != "projection_dim"},
+        "vision_model.encoder.layers.0.mlp.fc1.weight",
+    ),
+    "Qwen2_5_VLTextModel": (_QWEN["text_config"], "layers.0.self_attn.q_proj.weight"),
     "LlamaForCausalLM": (_QWEN3, "model.layers.0.self_attn.q_proj.weight"),
     "Mistral3ForConditionalGeneration": (_MISTRAL3, "language_model.model.layers.0.self_attn.q_proj.weight"),
     "Gemma2Model": (_QWEN3, "layers.0.self_attn.q_proj.weight"),

@@ -21,7 +21,14 @@ from difftrain.report.trace import AGREE, PART, StepComparison, Trace, compare_t
 Fault = Callable[[Stepped], Any]
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+# one of each kind of network; the others nightly: a trace is of modules, and knows no family
+KINDS = ("sdxl", "sd3", "flux", "qwen_image", "lumina_2", "hidream", "wan", "cosmos_predict2", "hunyuan_video")
+
+
+@pytest.fixture(
+    params=[name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
+    scope="module",
+)
 def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Stepped, Path]:
     """A family whose weights stay as they are, and the trace of a step of it."""
     sections = {"optimizer": {"learning_rate": 1e-30}}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from oracle import NEGATIVE, PROMPT, Conditions, Drawn, Oracle
 
-LENGTH = 640  # tokens: its template is long where every byte is a token
+LENGTH = 448  # tokens: its template is long where every byte is a token
 
 
 def forward(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from difftrain.cli.recipes import shipped
 from difftrain.train.estimate.footprint import GIB
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-IN_CI = "24gb/flux2"
+IN_CI = "24gb/sd3"
 
 
 def benchmark() -> Any:

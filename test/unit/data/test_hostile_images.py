@@ -17,5 +17,6 @@ def test_every_image_is_used_or_named(capfd: pytest.CaptureFixture[str], monkeyp
     ), capfd.readouterr().out
 
 
+@pytest.mark.nightly
 def test_they_are_the_same_every_time() -> None:
     assert hostile_images.images() == hostile_images.images()

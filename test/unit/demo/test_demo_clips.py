@@ -48,12 +48,12 @@ def test_the_folder_holds_clips_and_what_is_held_out(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_packages(tmp_path / "cache" / "difftrain" / "npm")
     every = clips.datasets.emoji_pictures
-    monkeypatch.setattr(clips.datasets, "emoji_pictures", lambda npm: islice(every(npm), 8))
+    monkeypatch.setattr(clips.datasets, "emoji_pictures", lambda npm: islice(every(npm), 5))
     home = tmp_path / "demo"
     prepare.make("clips", home, 1.0, lambda _: None, ("data",), "wan")
     train, unseen = home / "pictures" / "train", home / "pictures" / "unseen"
     files = sorted(train.glob("*.mp4"))
-    assert len(files) == 8 * len(clips.MOTIONS) - 2
+    assert len(files) == 5 * len(clips.MOTIONS) - 2
     header = probe_clip(files[0])
     assert (header.size_wh, header.frames, round(header.fps)) == ((64, 64), 17, 16)
     assert decode_clip(files[0], first=0, frames=17, fps=Fraction(16)).shape == (17, 64, 64, 3)

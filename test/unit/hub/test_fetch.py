@@ -333,7 +333,7 @@ def test_all_ids_are_judged_at_once(hub: HubStub) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["half", "close", "stall", 503])
+@pytest.mark.parametrize("how", ["half", "close", pytest.param("stall", marks=pytest.mark.nightly), 503])
 def test_broken_transfers_go_on(hub: HubStub, how: int | str) -> None:
     content = bytes(range(256)) * 1000
     hub.repo("acme/one").push({"one.safetensors": content})

@@ -209,7 +209,10 @@ def test_fsdp_divides_weights_gradients_state_and_averages(line: list[str]) -> N
     assert found(*accumulated, "--fsdp_reduce=each")["gradients"] == four["gradients"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--mixed_precision=bf16",), ("--gradient_accumulation_steps=2",)])
+@pytest.mark.parametrize("flags", [
+    (), *(pytest.param(one, marks=pytest.mark.nightly)
+          for one in (("--mixed_precision=bf16",), ("--gradient_accumulation_steps=2",))),
+])  # fmt: skip
 def test_a_step_of_fsdp_takes_less_than_one_of_ddp(
     line: list[str], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,8 +132,9 @@ def _of_architecture(row: FamilyRow, denoiser: Any, vae: Any) -> int | None:
     if not isinstance(denoiser, dict) or not isinstance(vae, dict):
         return None
     ratio, sides = vae.get("spatial_compression_ratio"), denoiser.get("patch_size")
-    if isinstance(ratio, int) and isinstance(sides, list) and sides and isinstance(sides[-1], int):
-        return ratio * sides[-1]
+    side = sides[-1] if isinstance(sides, list) and sides else sides
+    if isinstance(ratio, int) and isinstance(side, int):
+        return ratio * side
     halved = vae.get("spatio_temporal_scaling")
     if isinstance(halved, list):  # pixels are packed before they are halved
         packed, own = vae.get("patch_size", 4), denoiser.get("patch_size", 1)

@@ -107,6 +107,7 @@ def _shards(index: Path) -> Iterator[str]:
 _PREFIXES: dict[str, tuple[tuple[str, str], ...]] = {
     "CLIPTextModel": (("text_model.", "text_model."), ("", "text_model.")),
     "CLIPVisionModel": (("vision_model.", "vision_model."), ("", "vision_model.")),
+    "SiglipVisionModel": (("vision_model.", "vision_model."), ("", "vision_model.")),
     "Qwen3Model": (("", "model."),),
     "Qwen2_5_VLForConditionalGeneration": (
         ("model.language_model.", "model."),
