@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import counted
 import pytest
 import torch
+from families import nightly_siblings
 
 from difftrain.models.registry import FAMILIES
 
@@ -30,7 +31,7 @@ def test_operators_of_a_step(name: str, update_golden: bool) -> None:
     counted.judge(name, "cpu", counted.on_cpu, update_golden)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", nightly_siblings(FAMILIES))
 def test_graphs_of_compiled_blocks(name: str, update_golden: bool) -> None:
     counted.judge(name, "compiled", counted.compiled, update_golden)
 
