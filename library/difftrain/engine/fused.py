@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,15 @@ class DuringBackward(Update):
                 master_weights.weights[name].register_post_accumulate_grad_hook(self._hook(number, name))
 
     def _hook(self, number: int, name: str) -> Callable[[nn.Parameter], None]:
+        # the garbage collector does not look into hooks of tensors: one that held the weights would keep them for ever
+        owner = weakref.ref(self)
+
         def arrived(parameter: nn.Parameter) -> None:
-            if self._armed:
-                self._waiting[number].discard(name)
-                if not self._waiting[number]:
-                    self._update(self._parts[number])
+            update = owner()
+            if update is not None and update._armed:
+                update._waiting[number].discard(name)
+                if not update._waiting[number]:
+                    update._update(update._parts[number])
 
         return arrived
 

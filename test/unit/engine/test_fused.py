@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from engines import COUNTS, built, config, equal, one_thread, run, saved, weights  # noqa: F401
@@ -217,3 +220,14 @@ def test_running_statistics_are_refused_on_several_ranks():
             [],
         )
     assert run(built(cfg, family), 0, 2)
+
+
+@pytest.mark.parametrize("how", [{}, ONE, {"fused_groups": 4}])
+def test_weights_are_let_go_of_with_their_engine(how):
+    """Hooks of tensors are out of the garbage collector's sight: a cycle through one would stay for ever."""
+    engine = built(config(FREE, **how), TinyFamily())
+    run(engine, 0, 2)
+    weight = weakref.ref(next(engine.root.parameters()))
+    del engine
+    gc.collect()
+    assert weight() is None
