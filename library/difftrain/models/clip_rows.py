@@ -76,7 +76,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         encoders=("umt5",),
         tasks=("text-to-video", "text-to-image"),
         clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only", "model.expert"),
+        takes=("model.train_only", "model.expert", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "wan_2_2_i2v": flow_row(
@@ -94,7 +94,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         tasks=("image-to-video",),
         shown_frames=1,
         clips=ClipFacts(fps=16, every=4),
-        takes=("model.train_only", "model.expert"),
+        takes=("model.train_only", "model.expert", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "wan_2_2_5b": flow_row(
@@ -112,7 +112,7 @@ CLIP_FAMILIES: dict[str, FamilyRow] = {
         tasks=("text-to-video", "image-to-video", "text-to-image"),
         multiple=32,
         clips=ClipFacts(fps=24, every=4),
-        takes=("model.train_only", "model.first_frame_conditioning_p"),
+        takes=("model.train_only", "model.first_frame_conditioning_p", "training.sequence_parallel"),
         defaults={"model.t5_max_length": 512},
     ),
     "cosmos": flow_row(
