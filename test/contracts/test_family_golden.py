@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, ON_KIT, batch_of, bucket_of
+from families import FAMILIES, ON_KIT, batch_of, bucket_of, nightly_siblings
 
 STEPS = 10
 FIGURES = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("name", ON_KIT, indirect=True)
+@pytest.mark.parametrize("name", nightly_siblings(ON_KIT), indirect=True)
 def test_ten_losses(name: str, fresh: Any, update_golden: bool) -> None:
     tiny = fresh()
     optimizer = torch.optim.AdamW([each for each in tiny.parts.root.parameters() if each.requires_grad], lr=1e-3)
