@@ -51,11 +51,14 @@ class SwapPlan(NamedTuple):
     at_turn: int
     behind: tuple[tuple[int, float], ...] = ()
 
-    def most_with(self, step: float) -> float:
-        """Return the most that blocks and a step take together: of a step's memory blocks behind their backward need none."""
+    def most_with(self, step: float, backward: float) -> float:
+        """Return the most that blocks and a step take together. backward: the most of its backward pass.
+
+        Of a step's memory blocks behind their backward need none; where activations are computed again it is small anyway.
+        """
         if not self.returned:
             return self.device + step
-        return max(self.at_turn + step, *(size + share * step for size, share in self.behind))
+        return max(self.at_turn + step, *(size + min(backward, share * step) for size, share in self.behind))
 
     @property
     def saved(self) -> int:

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 def step_peak(
     family: BaseFamily, root: nn.Module, bucket: Bucket, batch: int, freed: Callable[[nn.Module], object] | None = None
 ) -> int:
-    """Return the most bytes that forward and backward of a micro batch take at once, beside weights and optimizer.
+    """Return the most bytes that forward and backward of a micro batch take at once; see step_peaks."""
+    return step_peaks(family, root, bucket, batch, freed)[0]
+
+
+def step_peaks(
+    family: BaseFamily, root: nn.Module, bucket: Bucket, batch: int, freed: Callable[[nn.Module], object] | None = None
+) -> tuple[int, int]:
+    """Return the most bytes that a micro batch takes at once, beside weights and optimizer, and the most of its backward pass.
 
     Gradients, casts of autocast, activations and what the backward pass makes on its way are in it; text encoders and VAE
     that run in each step are not: they come before. root: on the meta device, in the dtypes that it is trained in; its
@@ -53,9 +60,10 @@ def step_peak(
         terms = family.loss_sums(tuple(output.float() for output in outputs), inputs)
         loss = torch.stack([value for name, value in terms.items() if not name.startswith(METRIC)]).sum()
         del outputs, terms
+        forward, memory.peak = memory.peak, memory.now
         loss.backward()
     standing = sum(_bytes(param.grad) for param in root.parameters()) if training.accumulation > 1 else 0
-    return memory.peak + standing
+    return max(forward, memory.peak) + standing, memory.peak + standing
 
 
 def _away(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -74,8 +82,12 @@ def _recompute_with(root: nn.Module, maths: AcceleratorMaths, *, offloads: bool 
 
     def again(function: Any, *args: Any, **kwargs: Any) -> Any:
         def cast(*args: Any, **kwargs: Any) -> Any:
-            with maths:
-                return function(*args, **kwargs)
+            try:
+                with maths:
+                    return function(*args, **kwargs)
+            finally:  # autocast is entered anew in the backward pass, and left as soon as all is there that was asked for
+                if torch._C._current_graph_task_id() != -1:
+                    maths.forget()
 
         with saved_tensors_hooks(_away, _back) if offloads else nullcontext():
             return checkpoint(cast, *args, use_reentrant=False, **kwargs)

@@ -15,7 +15,7 @@ from difftrain.config.toml import load
 from difftrain.contracts import Bucket, ConfigFault
 from difftrain.device import choice
 from difftrain.models.registry import make_family
-from difftrain.models.step_memory import step_peak
+from difftrain.models.step_memory import step_peaks
 from difftrain.train.estimate import footprint
 from difftrain.train.estimate.dry_run import dry_run, scaled, time_line
 from difftrain.train.estimate.footprint import needs, state_bytes
@@ -33,7 +33,9 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Image.new("RGB", (64, 64) if i < 8 else (128, 32), (20 * i, 90, 200)).save(data / f"{i}.png")
         (data / f"{i}.txt").write_text(f"picture {i}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(footprint, "step_peak", lambda *_: STEP)  # what it finds: test/unit/models/test_step_memory.py
+    monkeypatch.setattr(
+        footprint, "step_peaks", lambda *_: (STEP, STEP)
+    )  # what it finds: test/unit/models/test_step_memory.py
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return [
@@ -216,7 +218,7 @@ def test_fsdp_divides_weights_gradients_state_and_averages(line: list[str]) -> N
 def test_a_step_of_fsdp_takes_less_than_one_of_ddp(
     line: list[str], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(footprint, "step_peak", step_peak)
+    monkeypatch.setattr(footprint, "step_peaks", step_peaks)
 
     def step(*more: str) -> int:
         cfg = parse([*line, *flags, *more]).config

@@ -22,7 +22,7 @@ from difftrain.distributed.partition import Cut
 from difftrain.engine.fused import parts_of
 from difftrain.engine.half_precision import weights_kept
 from difftrain.engine.master_weights import DTYPES
-from difftrain.models.step_memory import step_peak
+from difftrain.models.step_memory import step_peaks
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
 from difftrain.train.estimate.communication import shard_size, spread_of
@@ -199,13 +199,16 @@ def gib_text(size: float) -> str:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The estimate for one device. items: what stands at all times, and of a step by formula. step: the peak of one."""
+    """The estimate for one device. items: what stands at all times, and of a step by formula. step: the peak of one;
+    backward: of its backward pass.
+    """
 
     items: tuple[MemoryItem, ...]
     step: int
     bucket: Bucket
     batch: int
     swap: SwapPlan | None = None
+    backward: int = 0
 
     @property
     def standing(self) -> float:
@@ -217,7 +220,9 @@ class DeviceMemory:
         """Return the peak of a run: in a step, or at the update, when gradients alone are left of it."""
         gradients = sum(item.size for item in self.items if item.what == "gradients")
         step = max(self.step, gradients)
-        return self.standing + (step if self.swap is None else self.swap.most_with(step) - self.swap.device)
+        if self.swap is None:
+            return self.standing + step
+        return self.standing + self.swap.most_with(step, max(self.backward, gradients)) - self.swap.device
 
     def sentence(self) -> str:
         """Say it in one line."""
@@ -273,7 +278,7 @@ def memory_by_ranks(
             root.to(DTYPES[half])
         reduces = sharded and (training.accumulation == 1 or cfg.fsdp.reduce == "each")
         free = partial(_free_gradients, cfg, reduces=reduces)
-        whole_step = step_peak(cast("BaseFamily", family), root, bucket, batch, free)
+        whole_step, backward = step_peaks(cast("BaseFamily", family), root, bucket, batch, free)
         root.zero_grad(set_to_none=True)
         width = next(root.parameters()).element_size()
         # the whole weights of two blocks: one runs, and the next one is gathered
@@ -289,8 +294,10 @@ def memory_by_ranks(
                 kept = sum(item.size for item in items[ranks] if item.in_step)
                 made = sum(item.unsharded for item in items[ranks] if item.in_step)
                 step = round((step - made) * live / training.sequence_parallel + kept)
-            steps[ranks] = max(0, step)
-    return {ranks: DeviceMemory(of, steps[ranks], bucket, batch, swap) for ranks, of in items.items()}
+            steps[ranks] = max(0, step), max(0, step - whole_step + backward)
+    return {
+        ranks: DeviceMemory(of, steps[ranks][0], bucket, batch, swap, steps[ranks][1]) for ranks, of in items.items()
+    }
 
 
 def stage_shares(cfg: TrainConfig, family: Any, root: nn.Module) -> tuple[float, float]:
