@@ -73,17 +73,17 @@ def _seen(emoji: Iterable[DemoPicture]) -> Iterator[EmojiClip]:
     """Yield a clip of each with every motion, but for what is held out: the words alone tell which it is."""
     for number, picture in enumerate(emoji):
         for motion in MOTIONS:
-            if motion is not _held_out(number):
+            if motion is not _unseen_motion(number):
                 yield EmojiClip(picture, _GROUNDS[number % len(_GROUNDS)], motion)
 
 
 def _unseen(emoji: Iterable[DemoPicture]) -> Iterator[EmojiClip]:
     for number, picture in enumerate(emoji):
-        if (motion := _held_out(number)) is not None:
+        if (motion := _unseen_motion(number)) is not None:
             yield EmojiClip(picture, _GROUNDS[number % len(_GROUNDS)], motion)
 
 
-def _held_out(number: int) -> Motion | None:
+def _unseen_motion(number: int) -> Motion | None:
     """Return the motion of an emoji that is not trained on: all motions in turn."""
     return MOTIONS[number // HELD_OUT_EVERY % len(MOTIONS)] if number % HELD_OUT_EVERY == 0 else None
 
