@@ -148,15 +148,24 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     before = {key: value.clone() for key, value in tiny.net.state_dict().items()}
     of_other, own = lora_of(loaded(config(other))), lora_of(tiny)
     first = next(key for key in own if key.startswith("unet."))
+    layer = first.removeprefix("unet.").partition(".lora_")[0]
+    kohyas = f"lora_unet_{layer.replace('.', '_')}"
     files = {
         "other": of_other,
+        "twice": own
+        | {
+            f"{kohyas}.lora_{side}.weight": own[f"unet.{layer}.lora_{factor}.weight"].clone()
+            for side, factor in (("down", "A"), ("up", "B"))
+        },
+        "factor": own | {first.replace("lora_A", "lora_A.default"): own[first].clone()},
         "odd": own | {"unet.nowhere.lora_A.weight": torch.ones(4, 8), "unet.nowhere.lora_B.weight": torch.ones(8, 4)},
         "shape": own | {first: own[first][:, 1:].contiguous()},
         "dora": own | {"unet.down_blocks.0.dora_scale": torch.ones(4)},
         "none": {"conv_in.weight": torch.ones(4)},
     }
     named = {"other": "transformer.", "odd": "unet.nowhere.lora_A.weight",
-             "shape": first, "dora": "DoRA", "none": "--adapter"}  # fmt: skip
+             "shape": first, "dora": "DoRA",
+             "twice": f"two adapters for the layer {layer}: ", "factor": "lora_A.default", "none": "--adapter"}  # fmt: skip
     for name, tensors in files.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
         with pytest.raises(ConfigFault) as found:

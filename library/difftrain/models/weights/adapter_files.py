@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.weights.adapter_layouts import PEFT_PREFIX, AdapterLayouts, LayerKey, LoraPair
+from difftrain.models.weights.adapter_layouts import PEFT_PREFIX, AdapterLayouts, LayerKey, LoraPair, NamedTwice
 from difftrain.models.weights.files import opened, read_json
 from difftrain.models.weights.infer import adapter_looks_like, looks_like
 
@@ -37,7 +37,7 @@ _OTHERS = (
     (r"\.oft_(blocks|diag|R)", "OFT"),
     (r"\.lora_mid\.", "LoCon with a core tensor (CP decomposition)"),
 )
-_SIDES = {"A": "A", "down": "A", "B": "B", "up": "B", "magnitude_vector": "lengths"}
+_SIDES = {"A": "a", "down": "a", "B": "b", "up": "b", "magnitude_vector": "lengths"}
 # name in a state dict of diffusers -> layer and side; {q, k, v, out} of old processors are layers of their own
 _KEYS = (
     re.compile(r"(?P<layer>.+)\.lora_(?P<side>A|B)(\.[^.]+)?\.weight"),
@@ -104,7 +104,9 @@ def load_adapter(choice: AdapterChoice) -> AdapterFile:
 def sort_adapter(
     choice: AdapterChoice, file: AdapterFile, layouts: AdapterLayouts, *, by_diffusers: bool = True
 ) -> Adapter:
-    """Sort an adapter by a model's layers. Raises ConfigFault where nothing here, nor diffusers, knows its names.
+    """Sort an adapter by a model's layers.
+
+    Raises ConfigFault where nothing here, nor diffusers, knows its names, or where it names a layer twice.
 
     by_diffusers: its converters are tried for names that are not known here; without them none of such a file is sorted.
     """
@@ -116,11 +118,14 @@ def sort_adapter(
             f"{folder or layouts.denoiser}.{key}": value for key, value in file.settings[folder].items()
         }  # fmt: skip
         about |= by_part
-    pairs = layouts.sorted(tensors, file.header)
-    if pairs is not None:
-        _strengthen(pairs, about)
-    else:
-        pairs = _by_diffusers(choice, file.path, tensors, layouts, about) if by_diffusers else {}
+    try:
+        pairs = layouts.sorted(tensors, file.header)
+        if pairs is not None:
+            _strengthen(pairs, about)
+        else:
+            pairs = _by_diffusers(choice, file.path, tensors, layouts, about) if by_diffusers else {}
+    except NamedTwice as twice:
+        raise named_twice(choice, file.path, twice.layer, twice.keys) from None
     looks = adapter_looks_like({key: tuple(value.shape) for key, value in tensors.items()})
     return Adapter(file.path, pairs, list(tensors), looks)
 
@@ -153,6 +158,12 @@ def not_finite(choice: AdapterChoice, path: Path, pair: LoraPair) -> ConfigFault
     return ConfigFault([Fault(choice.flag, what, "take an earlier save of the adapter")])
 
 
+def named_twice(choice: AdapterChoice, path: Path, layer: str, keys: Sequence[str]) -> ConfigFault:
+    """Say which tensors of an adapter are for one layer, where one pair of factors was expected."""
+    what = f"{path} has two adapters for the layer {layer}: {', '.join(keys)}"
+    return ConfigFault([Fault(choice.flag, what, "a file with one name for each layer")])
+
+
 def unfit(choice: AdapterChoice, adapter: Adapter, keys: Iterable[str]) -> ConfigFault:
     """Say that an adapter is another model's. keys: of its tensors that have no layer; none of them, where there is none."""
     named = list(dict.fromkeys(keys)) or adapter.keys
@@ -178,7 +189,9 @@ def merge_adapter(choice: AdapterChoice, family: BaseFamily, modules: Mapping[st
         layer = find_layer(modules[folder], name) if folder in modules else None
         weight = getattr(layer, "weight", None)
         delta = pair.delta(weight.shape) if isinstance(weight, torch.Tensor) else None
-        if layer is None or delta is None or id(layer) in layers:
+        if layer is not None and id(layer) in layers:  # two names of diffusers', with `text_model.` and without
+            raise named_twice(choice, adapter.path, name, layers[id(layer)][1].keys + pair.keys)
+        if layer is None or delta is None:
             homeless += pair.keys
         elif not torch.isfinite(delta).all() or (pair.lengths is not None and not pair.lengths.isfinite().all()):
             raise not_finite(choice, adapter.path, pair)
@@ -276,13 +289,10 @@ def _by_diffusers(
             continue
         layer_key, side = _placed(key)
         pair = pairs.setdefault(layer_key, LoraPair())
-        pair.keys.append(key)
-        if side == "A":
-            pair.a = value
-        elif side == "B":
-            pair.b = value
-        elif side == "lengths":
-            pair.lengths = value.flatten()
+        if side:
+            pair.put(layer_key[1], side, key, value)
+        else:
+            pair.keys.append(key)
 
     # --- how strong each is: by its own tensors, then by what the file says of itself
     for key, alpha in alphas.items():
@@ -321,7 +331,7 @@ def _as_diffusers(
 
 
 def _placed(key: str) -> tuple[tuple[str, str], str]:
-    """Return folder and layer of a key, and which factor it is: "A", "B" or none."""
+    """Return folder and layer of a key, and which tensor of a pair it is: "a", "b", "lengths" or none."""
     folder, _, remaining = key.partition(".")
     for pattern in _KEYS:
         if match := pattern.fullmatch(remaining):

@@ -53,6 +53,13 @@ class LoraPair:
     root: bool = False  # rsLoRA
     lengths: Tensor | None = None
 
+    def put(self, layer: str, side: str, key: str, value: Tensor) -> None:
+        """Take in a tensor of a file: the factor "a" or "b", or "lengths". layer: its name there. Raises NamedTwice."""
+        self.keys.append(key)
+        if getattr(self, side) is not None:
+            raise NamedTwice(layer, self.keys)
+        setattr(self, side, value.flatten() if side == "lengths" else value)
+
     @property
     def rank(self) -> int:
         """Return the rank; 0 where the first factor is missing."""
@@ -102,6 +109,14 @@ class LayerPiece(NamedTuple):
     key: LayerKey
     rows: int
     halves: bool = False
+
+
+class NamedTwice(ValueError):
+    """An adapter has two pairs for one layer, or a factor two times. keys: of the tensors, in their file."""
+
+    def __init__(self, layer: str, keys: Iterable[str]) -> None:
+        super().__init__(layer)
+        self.layer, self.keys = layer, list(keys)
 
 
 class AdapterLayouts:
@@ -240,7 +255,10 @@ class AdapterLayouts:
     # ------------------------------------------------------------------ reading
 
     def sorted(self, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> dict[LayerKey, LoraPair] | None:
-        """Sort tensors by the layers that they are for; None where a name is in no layout that is known here."""
+        """Sort tensors by the layers that they are for; None where a name is in no layout that is known here.
+
+        Raises NamedTwice: which of two is meant, or both one after the other, no layout says.
+        """
         stems: dict[str, LoraPair] = {}
         for name, value in tensors.items():
             if name.endswith(".alpha"):
@@ -249,11 +267,8 @@ class AdapterLayouts:
             if not (match := _FACTOR.fullmatch(name)):
                 return None
             pair = stems.setdefault(match["stem"], LoraPair())
-            pair.keys.append(name)
-            if match["lengths"]:
-                pair.lengths = value.flatten()
-            else:
-                setattr(pair, _SIDES[match["side"] or match["old"]], value)
+            side = "lengths" if match["lengths"] else _SIDES[match["side"] or match["old"]]
+            pair.put(match["stem"], side, name, value)
         known = self.index(stems)
         if any(stem not in known for stem in stems):
             return None
@@ -270,6 +285,8 @@ class AdapterLayouts:
                     if piece.halves and one.b is not None:
                         one.b = swapped(one.b, True)
                         one.lengths = None if one.lengths is None else swapped(one.lengths, True)
+                    if piece.key in made:
+                        raise NamedTwice(piece.key[1], made[piece.key].keys + pair.keys)
                     made[piece.key] = one
         return made
 
