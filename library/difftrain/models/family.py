@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.models.weights.adapter_files import Adapter
+
+Made = TypeVar("Made")
 
 
 class ModelFamily(BaseFamily):
@@ -104,6 +106,20 @@ class ModelFamily(BaseFamily):
             masks={name: mask_name(self.texts, position) for name, feature in features.items() if feature.maskable},
             references=1 if sight is None else sight.count,
         )
+
+    def rotary(self, size: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]) -> tuple[Tensor, ...]:
+        """Return rotary tables: made on the host, so equal on every device, and once for a size. size: all that they hang on."""
+        return self.once((size, device), lambda: tuple(table.to(device) for table in make()))
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Make what hangs on a key alone the first time it is asked for, and keep it."""
+        if key not in self._made_once:
+            self._made_once[key] = make()
+        return self._made_once[key]
+
+    @cached_property
+    def _made_once(self) -> dict[Hashable, Any]:
+        return {}
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""

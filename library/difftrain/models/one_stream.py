@@ -23,8 +23,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
-
 
 class OneStreamFamily(ModelFamily):
     """Facts, layout and sizes of such a transformer; a family says where its tokens lie and what refines them."""
@@ -35,11 +33,6 @@ class OneStreamFamily(ModelFamily):
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
     lora = Lora(("to_q", "to_k", "to_v", "to_out.0", "linear_1", "linear_2", "linear_3"))
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._tables: dict[Any, list[Tensor]] = {}
-        self._cells: dict[Hashable, Tensor] = {}
-
     # ------------------------------------------------------------------ the sequence
 
     def caption_mask(self, text: Tensor, conditions: dict[str, Tensor]) -> Tensor:
@@ -49,9 +42,7 @@ class OneStreamFamily(ModelFamily):
 
     def cells(self, size: Hashable, make: Callable[[], Tensor], device: Any) -> Tensor:
         """Return positions (S, 3) of tokens as if no text were before the images, made and moved once a size."""
-        if (size, device) not in self._cells:
-            self._cells[size, device] = make().to(device, torch.int64)
-        return self._cells[size, device]
+        return self.once((size, device), lambda: make().to(device, torch.int64))
 
     def lay_out(
         self, net: Any, is_token: Tensor, cells: Tensor, moved: Tensor, lengths: Sequence[int]
@@ -62,15 +53,14 @@ class OneStreamFamily(ModelFamily):
         `over_all` takes, and of each part its rotary tables: cosines and sines, (2, B, ., D).
         """
         order, back, seen = packed(is_token)
-        apart = self._rotary(net, cells + F.pad(moved.unsqueeze(-1), (0, 2)))
+        apart = self._looked_up(net, cells + F.pad(moved.unsqueeze(-1), (0, 2)))
         joint = apart.gather(2, order[None, :, :, None].expand_as(apart))
         return {"order": order, "back": back, "seen": seen, "joint": joint}, apart.split(list(lengths), dim=2)
 
-    def _rotary(self, net: Any, lies: Tensor) -> Tensor:
+    def _looked_up(self, net: Any, lies: Tensor) -> Tensor:
         """Look positions (B, S, 3) up in the tables of each axis, real-valued: (2, B, S, D)."""
-        if lies.device not in self._tables:
-            self._tables[lies.device] = [table.to(lies.device) for table in net.rope_embedder.freqs_cis]
-        turned = [F.embedding(lies[..., axis], table) for axis, table in enumerate(self._tables[lies.device])]
+        tables = self.rotary("axes", lies.device, lambda: net.rope_embedder.freqs_cis)
+        turned = [F.embedding(lies[..., axis], table) for axis, table in enumerate(tables)]
         return torch.stack(tables_of_pairs(torch.cat(turned, dim=-1)))
 
     @staticmethod

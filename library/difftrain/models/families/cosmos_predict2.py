@@ -21,7 +21,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 # sigmas that the pipeline draws through, whatever its scheduler was stored with, and whatever shift training has
 LEVELS = MappingProxyType({"sigma_max": 80.0, "sigma_min": 0.002})
@@ -51,10 +50,6 @@ class CosmosPredict2(ModelFamily):
         ),
     )
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
-
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, J), temb (B, 3 D).
 
@@ -72,14 +67,10 @@ class CosmosPredict2(ModelFamily):
         """Return what the network is told of a time in 0..1000."""
         return t / 1000.0
 
-    def rope(self, net: Any, latent: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of latents of this size: made on the host, so equal on every device, once a size."""
-        key = (latent, device)
-        if key not in self._ropes:
-            fps = (self.cfg.data.framerate or self.fps) if self.fps else None
-            cos, sin = net.rope(torch.empty((1, 1, *latent)), fps=fps)
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
+    def rope(self, net: Any, latent: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Return the rotary tables of latents of this size."""
+        fps = (self.cfg.data.framerate or self.fps) if self.fps else None
+        return self.rotary(latent, device, lambda: net.rope(torch.empty((1, 1, *latent)), fps=fps))
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block; text stays as it entered."""

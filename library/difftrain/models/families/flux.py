@@ -23,7 +23,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 # rows that its relatives have too
 SHARED_KEYS = """
@@ -72,10 +71,6 @@ class Flux(ModelFamily):
         Agree("transformer.attention_head_dim", lambda s: sum(s["transformer"]["axes_dims_rope"]), "axes_dims_rope in all"),
     )  # fmt: skip
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
-
     def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
         """Return tokens (B, L, J) and pooled (B, P)."""
         return {"tokens": made["hidden_2"], "pooled": made["pooled_1"]}
@@ -113,13 +108,9 @@ class Flux(ModelFamily):
 
     def rope(
         self, net: Any, sizes: tuple[tuple[int, int], ...], length: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of text and images: made in fp64 on the host, so equal on every device, once for their sizes."""
-        key = (sizes, length, device)
-        if key not in self._ropes:
-            cos, sin = net.pos_embed(self.places(sizes, length))
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
+    ) -> tuple[Tensor, ...]:
+        """Return the rotary tables of text and images, made in fp64."""
+        return self.rotary((sizes, length), device, lambda: net.pos_embed(self.places(sizes, length)))
 
     def places(self, sizes: tuple[tuple[int, int], ...], length: int) -> Tensor:
         """Say where tokens of text and images lie: number of the image, row and column, (L + N, 3)."""

@@ -23,7 +23,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
     from difftrain.models.weights.source import WeightSource
 
 _HEAD = 128  # channels of a head in every release
@@ -72,10 +71,6 @@ class HiDream(ModelFamily):
         Agree("transformer.attention_head_dim", lambda s: sum(s["transformer"]["axes_dims_rope"]), "axes_dims_rope in all"),
         Bound("transformer.llama_layers", _depth, "a layer of text_encoder_4, from 0 on, for each block"),
     )  # fmt: skip
-
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._places: dict[Any, tuple[Any, ...]] = {}
 
     @cached_property
     def source(self) -> WeightSource:
@@ -134,15 +129,16 @@ class HiDream(ModelFamily):
 
         length: of the text in a block. rows: those of them that are of its layer of the language model.
         """
-        key = (size, length, rows, image.device, image.dtype)
-        if key not in self._places:
+
+        def make() -> tuple[Any, ...]:
             own, filled = size[0] * size[1], image.shape[1]
             ids = torch.cat((passes.grid(*size), torch.zeros(filled - own + length, 3)))
             table = net.pe_embedder(ids[None]).to(image.device)
             keys = torch.ones(1, filled + length, device=image.device, dtype=image.dtype)
             keys[:, own:filled] = 0
-            self._places[key] = (table, *((keys[:, :filled], keys) if filled > own else (None, None)), rows)
-        return self._places[key]
+            return (table, *((keys[:, :filled], keys) if filled > own else (None, None)), rows)
+
+        return self.once((size, length, rows, image.device, image.dtype), make)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind, with its layer of the language model behind the text."""

@@ -107,15 +107,11 @@ class HunyuanImage(Flux):
             text, mask = in_order(glyphs, glyph_mask, text, mask)
         mask = torch.nn.functional.pad(mask, (image.shape[1], 0), value=True)[:, None, None]
         size = (x_t.shape[-2], x_t.shape[-1])
-        return Tokens(image, text, temb, size, rope=self.rope_of(net, x_t, size), more={"mask": mask})
+        return Tokens(image, text, temb, size, rope=self.rope_of(net, size, x_t.device), more={"mask": mask})
 
-    def rope_of(self, net: Any, x_t: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of the image, made on the host, once a size."""
-        key = (size, x_t.device)
-        if key not in self._ropes:
-            cos, sin = net.rope(torch.empty(1, 1, *size))
-            self._ropes[key] = (cos.to(x_t.device), sin.to(x_t.device))
-        return self._ropes[key]
+    def rope_of(self, net: Any, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Return the rotary tables of latents, (h, w) or (F, h, w)."""
+        return self.rotary(size, device, lambda: net.rope(torch.empty(1, 1, *size)))
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind: both take and return image and text apart."""

@@ -68,16 +68,10 @@ class HunyuanVideo(Flux):
         image, mask = net.x_embedder(x_t), or_all(conditions, "mask", "tokens")
         text = net.context_embedder(conditions["tokens"], t, mask)
         mask = torch.nn.functional.pad(mask, (image.shape[1], 0), value=True)[:, None, None]
-        size = (x_t.shape[2], x_t.shape[3] // self.patch, x_t.shape[4] // self.patch)
-        return Tokens(image, text, temb, size, rope=self.rope_of(net, x_t), more={"mask": mask})
-
-    def rope_of(self, net: Any, x_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of the clip, made on the host, once a size."""
-        key: Any = (tuple(x_t.shape[2:]), x_t.device)
-        if key not in self._ropes:
-            cos, sin = net.rope(torch.empty(1, 1, *x_t.shape[2:]))
-            self._ropes[key] = (cos.to(x_t.device), sin.to(x_t.device))
-        return self._ropes[key]
+        latent = tuple(x_t.shape[2:])
+        size = (latent[0], latent[1] // self.patch, latent[2] // self.patch)
+        rope = self.rotary(latent, x_t.device, lambda: net.rope(torch.empty(1, 1, *latent)))
+        return Tokens(image, text, temb, size, rope=rope, more={"mask": mask})
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind: both take and return image and text apart."""

@@ -86,15 +86,8 @@ class HunyuanVideo15(HunyuanImage):
         if (seen := self.seen(net, conditions)) is not None:
             text = torch.cat((_of_kind(net, seen, 2), text), dim=1)
             mask = torch.nn.functional.pad(mask, (seen.shape[1], 0), value=True)
-        return Tokens(image, text, temb, tuple(x_t.shape[2:]), rope=self.clip_rope(net, x_t), more={"mask": mask})
-
-    def clip_rope(self, net: Any, x_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of the clip, made on the host, once a size."""
-        key: Any = (tuple(x_t.shape[2:]), x_t.device)
-        if key not in self._ropes:
-            cos, sin = net.rope(torch.empty(1, 1, *x_t.shape[2:]))
-            self._ropes[key] = (cos.to(x_t.device), sin.to(x_t.device))
-        return self._ropes[key]
+        size = tuple(x_t.shape[2:])
+        return Tokens(image, text, temb, size, rope=self.rope_of(net, size, x_t.device), more={"mask": mask})
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block."""

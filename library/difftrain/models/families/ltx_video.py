@@ -20,7 +20,6 @@ from difftrain.models.weights.infer import count, heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 _WIDE = 4096  # of the release of 13 billion, whose heads have 128 channels; those of others have 64
 
@@ -55,10 +54,6 @@ class LtxVideo(ModelFamily):
         Agree("transformer.patch_size_t", lambda s: 1, "a token is one latent pixel of one frame"),
     )
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
-
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) or (B, F) in 0..1000 -> image (B, N, D), text (B, L, D), temb
         (B, 1 or N, 6 D).
@@ -73,14 +68,11 @@ class LtxVideo(ModelFamily):
         more = {"time": time, "mask": None if mask is None else mask[:, None]}
         return Tokens(image, text, temb, size, rope=self.rope(net, size, x_t.device), more=more)
 
-    def rope(self, net: Any, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of a clip's tokens: made on the host, so equal on every device, once a size."""
-        key = (size, device)
-        if key not in self._ropes:
-            scale = (self.vae.frames / float(self.cfg.data.framerate or 25), self.vae.factor, self.vae.factor)
-            cos, sin = net.rope(torch.empty(1, 1), *size, rope_interpolation_scale=scale)
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
+    def rope(self, net: Any, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Return the rotary tables of a clip's tokens."""
+        scale = (self.vae.frames / float(self.cfg.data.framerate or 25), self.vae.factor, self.vae.factor)
+        host = torch.empty(1, 1)
+        return self.rotary(size, device, lambda: net.rope(host, *size, rope_interpolation_scale=scale))
 
     def timed(self, tokens: Tokens) -> bool:
         """Tell whether every token has a time of its own."""

@@ -22,7 +22,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 RealTables = tuple["Tensor", "Tensor"]
 # around a caption; its first 34 tokens say nothing of the picture and are cut off
@@ -62,10 +61,6 @@ class QwenImage(ModelFamily):
         Agree("transformer.attention_head_dim", lambda s: sum(s["transformer"]["axes_dims_rope"]), "axes_dims_rope in all"),
     )  # fmt: skip
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._ropes: dict[Any, tuple[RealTables, ...]] = {}
-
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, 1, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""
         image = net.img_in(passes.pack(x_t[:, :, 0], self.patch))
@@ -78,13 +73,14 @@ class QwenImage(ModelFamily):
     def rope(
         self, net: Any, sizes: tuple[tuple[int, int, int], ...], length: int, device: torch.device
     ) -> tuple[RealTables, ...]:
-        """Return the rotary tables of images and text: made on the host, so equal on every device, once for their sizes."""
-        key = (sizes, length, device)
-        if key not in self._ropes:
+        """Return the rotary tables of images and text."""
+
+        def make() -> list[Tensor]:
             tables = net.pos_embed([list(sizes)], max_txt_seq_len=length, device=torch.device("cpu"))
-            made = ([real.to(device) for real in real_tables(table)] for table in tables)
-            self._ropes[key] = tuple((cos, sin) for cos, sin in made)
-        return self._ropes[key]
+            return [real for table in tables for real in real_tables(table)]
+
+        cos, sin, text_cos, text_sin = self.rotary((sizes, length), device, make)
+        return (cos, sin), (text_cos, text_sin)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block, which takes and returns text and image apart."""

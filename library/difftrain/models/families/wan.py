@@ -19,7 +19,6 @@ from difftrain.models.weights.infer import count, heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 _HEAD = 128  # channels of a head in every release
 
@@ -42,10 +41,6 @@ class Wan(ModelFamily):
         Agree("transformer.text_dim", lambda s: s["text_encoder"]["d_model"], "text_encoder's d_model"),
         Agree("transformer.patch_size", lambda s: [1, 2, 2], "a token is 2x2 latent pixels of one frame"),
     )
-
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._ropes: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
         """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) or (B, F) in 0..1000 -> image (B, N, D), text (B, L, D), temb
@@ -71,13 +66,9 @@ class Wan(ModelFamily):
         """Return what blocks attend to."""
         return (conditions["tokens"],)
 
-    def rope(self, net: Any, x_t: Tensor, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables of the clip's tokens, real-valued: laid out once a size."""
-        key = (size, device)
-        if key not in self._ropes:
-            cos, sin = net.rope(x_t)
-            self._ropes[key] = (cos.to(device), sin.to(device))
-        return self._ropes[key]
+    def rope(self, net: Any, x_t: Tensor, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Return the rotary tables of the clip's tokens, real-valued."""
+        return self.rotary(size, device, lambda: net.rope(x_t))
 
     def timed(self, tokens: Tokens) -> bool:
         """Tell whether every token has a time of its own."""

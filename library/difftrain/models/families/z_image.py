@@ -25,7 +25,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.config import TrainConfig
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's chat, which may think
 UNIT = 32  # tokens of which image and text are multiples
@@ -81,10 +80,6 @@ class ZImage(ModelFamily):
               "n_heads times axes_dims in all"),
     )  # fmt: skip
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self._positions: dict[Any, _Positions] = {}
-
     def largest_side(self) -> int:
         """Return the longest side in pixels that there are positions for."""
         return int(min(self.source.complete(self.denoiser)["axes_lens"][1:])) * self.token
@@ -125,8 +120,8 @@ class ZImage(ModelFamily):
 
     def positions(self, net: Any, size: tuple[int, ...], length: int, device: torch.device) -> _Positions:
         """Return tables that hang on no caption: made on the host, so equal on every device, once a size."""
-        key = (size, length, device)
-        if key not in self._positions:
+
+        def make() -> _Positions:
             embedder = net.rope_embedder
             axes = embedder.precompute_freqs_cis(embedder.axes_dims, embedder.axes_lens, embedder.theta)
             first, rows, columns = ([table.to(device) for table in real_tables(axis)] for axis in axes)
@@ -137,8 +132,9 @@ class ZImage(ModelFamily):
             for one, two, three in zip(first, rows, columns):
                 text.append(torch.cat((one[numbers], two[0].expand(length, -1), three[0].expand(length, -1)), dim=-1))
                 places.append(torch.cat((two[grid[:, 1]], three[grid[:, 2]]), dim=-1))
-            self._positions[key] = _Positions((text[0], text[1]), (places[0], places[1]), (first[0], first[1]))
-        return self._positions[key]
+            return _Positions((text[0], text[1]), (places[0], places[1]), (first[0], first[1]))
+
+        return self.once((size, length, device), make)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block: it refines the image, or the text, or takes them one behind the other."""
