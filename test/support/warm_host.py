@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
+import hashlib
+import importlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,10 +31,43 @@ import warm
 from warm import HOST, LARGEST, SIMULATED, Forked, Host, is_warm, pair
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
+# what not every run imports; DeepSpeed and bitsandbytes want the compiler for a function that few call
+ALSO = ("numpy.ma", "torch.distributed.optim", "torch.utils.tensorboard", "torch._inductor.compile_fx", "pytest")
+_HUGEPAGE, _COLLAPSE = 14, 25  # of madvise(2)
 LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
 
 
-def fork_hosts(listener: socket.socket, session: int) -> None:
+class Counted(MutableMapping[str, Any]):
+    """What passes cost (models/flops.py), in a folder: half a second to two that one of many processes spends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return json.loads(self._file(key).read_text())
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, counts: Any) -> None:
+        ours = self._file(key).with_suffix(f".{os.getpid()}")
+        ours.write_text(json.dumps(counts))
+        ours.replace(self._file(key))
+
+    def __delitem__(self, key: str) -> None:
+        self._file(key).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("names of files do not say what was counted")
+
+    def __len__(self) -> int:
+        return len(list(self.folder.glob("*.json")))
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def fork_hosts(listener: socket.socket, session: int, counted: Path) -> None:
     """Fork a host for whoever connects, until a session's process is no more; return in each forked command."""
     while Path(f"/proc/{session}").exists():
         with contextlib.suppress(ChildProcessError):
@@ -44,21 +83,24 @@ def fork_hosts(listener: socket.socket, session: int) -> None:
             serve(channel)
             return
         channel.close()
+    shutil.rmtree(counted, ignore_errors=True)
     os._exit(0)
 
 
 def serve(channel: socket.socket) -> None:
     """Fork what is asked for until nobody asks any more; return in each forked process, its command in place."""
-    running: set[int] = set()
+    running: dict[int, int] = {}  # a descriptor that is ready when a process ends -> its id
     while True:
-        for pid in list(running):
+        ready = select.select([channel, *running], [], [])[0]
+        for ending in [each for each in ready if each is not channel]:
             # it stays a zombie, so that its number is nobody else's, until the caller knows how it ended
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                running.discard(pid)
-                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                channel.send(json.dumps({"pid": pid, "code": code}).encode())
-        if not select.select([channel], [], [], 0.005 if running else None)[0]:
+            pid = running.pop(ending)
+            os.close(ending)
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            channel.send(json.dumps({"pid": pid, "code": code}).encode())
+        if channel not in ready:
             continue
         content, streams, _, _ = socket.recv_fds(channel, LARGEST, 3)
         if not content:
@@ -69,6 +111,8 @@ def serve(channel: socket.socket) -> None:
             continue
         pid = os.fork()
         if pid == 0:
+            for each in running:
+                os.close(each)
             try:
                 _become(message, streams)
             finally:
@@ -77,7 +121,7 @@ def serve(channel: socket.socket) -> None:
             return
         for stream in streams:
             os.close(stream)
-        running.add(pid)
+        running[os.pidfd_open(pid)] = pid
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
@@ -152,6 +196,9 @@ def run_and_leave() -> NoReturn:
 def _fork_ranks() -> None:
     """Let torchrun fork its ranks: from a child of its own that was made before it has threads."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # for its debug log, by looking through all modules
 
     ours, theirs = pair()
     if os.fork() == 0:
@@ -180,8 +227,8 @@ def _call_oneself(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def _import() -> None:
-    """Import what a run of any family does, after what every door does before it imports."""
+def _import(counted: Path) -> None:
+    """Import what a run of any family does, after what every door does before it imports. counted: the folder of Counted."""
     gc.disable()  # until all is imported, which takes a sixth less so
     sys.path.insert(0, str(LIBRARY))
     from difftrain.config.hidden_imports import defer_scipy, hold_back
@@ -207,12 +254,15 @@ def _import() -> None:
     import difftrain.train.run  # noqa: F401
     from difftrain.config import TrainConfig
     from difftrain.diffusion.draws import normal
+    from difftrain.models import flops
     from difftrain.models.registry import make_family
     from difftrain.models.text.clip_tokens import PAD_1, PAD_2
     from difftrain.models.text.tokenize import small_clip, small_t5
     from difftrain.report import peaks
     from difftrain.report.environment import versions
 
+    for name in ALSO:
+        importlib.import_module(name)
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
         getattr(diffusers, name)
@@ -226,19 +276,37 @@ def _import() -> None:
         make_family(tiny).load(meta=True)
     normal(0, b"", 0, "", (1,))  # makes its table
     versions()
+    flops._known = Counted(counted)  # type: ignore[assignment]
     peaks.CPU_BUDGET_S = 0.02  # a figure of no interest here, at the end of every run
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # operators of libraries, taken apart one by one at the end of each process
     gc.collect()
+    _in_large_pages()
     gc.freeze()
     gc.enable()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
 
 
+def _in_large_pages() -> None:
+    """Lay what has been allocated in pages of 2 MiB: there are fewer to copy, and a fork takes a third of the time."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_, inode, name = [*line.split(None, 5), ""][:6]
+        if rights == "rw-p" and inode == "0" and name.strip() in ("", "[heap]"):
+            start, end = (int(each, 16) for each in place.split("-"))
+            for advice in (_HUGEPAGE, _COLLAPSE):  # of a kernel that does not know them, they change nothing
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+
+
 if __name__ == "__main__":
     made, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     del sys.path[0]
-    _import()
-    fork_hosts(made, owner)
+    begun = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19]  # for its id alone may come again
+    folder = Path(tempfile.gettempdir()) / f"difftrain-counted-{owner}-{begun}-{SIMULATED in os.environ}"
+    folder.mkdir(exist_ok=True)  # by both of a session
+    _import(folder)
+    fork_hosts(made, owner, folder)
     run_and_leave()

@@ -13,22 +13,25 @@ digest.py says which fields make a run what it is; reads.py which of them it has
 schemas.
 """
 
-from difftrain.config.schema.sections import (
-    CaptionSection,
-    DataSection,
-    DemoSection,
-    EmaSection,
-    LoggingSection,
-    LossSection,
-    MetadataSection,
-    ModelSection,
-    OptimizerSection,
-    SampleSection,
-    SaveSection,
-    TrainConfig,
-    TrainingSection,
-    ValidationSection,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from difftrain.config.schema.sections import (
+        CaptionSection,
+        DataSection,
+        DemoSection,
+        EmaSection,
+        LoggingSection,
+        LossSection,
+        MetadataSection,
+        ModelSection,
+        OptimizerSection,
+        SampleSection,
+        SaveSection,
+        TrainConfig,
+        TrainingSection,
+        ValidationSection,
+    )
 
 __all__ = [
     "CaptionSection",
@@ -46,3 +49,12 @@ __all__ = [
     "TrainingSection",
     "ValidationSection",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the schema where a section is asked for: what only spells a setting or reads a path does without."""
+    if name in __all__:
+        from difftrain.config.schema import sections
+
+        return getattr(sections, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

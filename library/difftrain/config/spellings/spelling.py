@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from difftrain.config.schema.validate import description_of
-from difftrain.config.spellings.flags import FLAGS
-from difftrain.config.spellings.keys import key_of
-from difftrain.config.spellings.row import Row
-from difftrain.config.spellings.text_to_image import FLAGS as TEXT_TO_IMAGE
+# the tables and the schema are imported where a setting is named: processes that look at files name none, and start
+# in half the time
+if TYPE_CHECKING:
+    from difftrain.config.spellings.row import Row
 
 Door = Literal["kohya", "train", "text_to_image"]
 
@@ -76,7 +75,11 @@ def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
     if spoken == "train":
         return _key(path, value)
     if spoken == "text_to_image":
+        from difftrain.config.spellings.text_to_image import FLAGS as TEXT_TO_IMAGE
+
         return _flag(path, value, TEXT_TO_IMAGE, _TEXT_TO_IMAGE_FIRST)
+    from difftrain.config.spellings.flags import FLAGS
+
     return _flag(path, value, FLAGS, _KOHYA_FIRST)
 
 
@@ -96,11 +99,13 @@ def meaning(row: Row, door: Door | None = None) -> str:
 
     door: unset, the one that speaks.
     """
-    return spelled(row.help or ("" if row.to.startswith("?") else description_of(row.to)), door=door)
+    return spelled(row.help, door=door) if row.help or row.to.startswith("?") else field_meaning(row.to, door)
 
 
-def field_meaning(path: str, door: Door) -> str:
+def field_meaning(path: str, door: Door | None) -> str:
     """Return what "section.field" means."""
+    from difftrain.config.schema.validate import description_of
+
     return spelled(description_of(path), door=door)
 
 
@@ -120,6 +125,8 @@ def _flag(path: str, value: Any, table: Mapping[str, Row], first: Mapping[str, s
 
 def _key(path: str, value: Any) -> str:
     """Return train.py's option, section.key, with the value in the key's words."""
+    from difftrain.config.spellings.keys import key_of
+
     key = key_of(path)
     name = _TRAIN_FIRST.get(path) or (key.option if key is not None else f"--{path}")
     if value is None or name in ("--cache_only", "--trust_cache", "--regenerate_cache"):
