@@ -100,8 +100,10 @@ run_tier() {
             # five times the budget on a slow and busy machine is late; more is a hang, and ends with every traceback
             local code=0 limit=$(($(budget_min "$1") * 300)) bounded=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
-            # tests wait for one process or compute on one thread; test/conftest.py puts long files first
-            local side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder)
+            # tests compute on one thread, and those that start jobs wait for some of them; test/conftest.py puts long files first
+            local workers=2
+            case "$1" in integration) workers=3 ;; esac
+            local side_by_side=(-n "$workers" --dist loadfile --no-loadscope-reorder)
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
                 "${side_by_side[@]}" ${words[@]+"${words[@]}"} || code=$?
