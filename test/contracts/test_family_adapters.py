@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     }
     named = {"other": "transformer.", "odd": "unet.nowhere.lora_A.weight",
              "shape": first, "dora": "DoRA",
-             "twice": f"two adapters for the layer {layer}: ", "factor": "lora_A.default", "none": "--adapter"}  # fmt: skip
+             "twice": f"{kohyas}.lora_down.weight, {kohyas}.lora_up.weight, unet.{layer}.", "factor": "lora_A.default", "none": "--adapter"}  # fmt: skip
     for name, tensors in files.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
         with pytest.raises(ConfigFault) as found:

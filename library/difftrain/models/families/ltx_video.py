@@ -71,8 +71,7 @@ class LtxVideo(ModelFamily):
     def rope(self, net: Any, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Return the rotary tables of a clip's tokens."""
         scale = (self.vae.frames / float(self.cfg.data.framerate or 25), self.vae.factor, self.vae.factor)
-        host = torch.empty(1, 1)
-        return self.rotary(size, device, lambda: net.rope(host, *size, rope_interpolation_scale=scale))
+        return self.rotary(size, device, lambda: net.rope(torch.empty(1, 1), *size, rope_interpolation_scale=scale))
 
     def timed(self, tokens: Tokens) -> bool:
         """Tell whether every token has a time of its own."""
