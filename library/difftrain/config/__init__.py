@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
         from difftrain.config.schema import sections
 
         return getattr(sections, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(name)
