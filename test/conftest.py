@@ -11,7 +11,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 gc.disable()  # until all test files and what they test are imported, which takes a sixth less so
-# Handed out first, the longest before others: a long file at the end would keep one of two workers waiting for it.
+# Handed out first, the longest before others: a long file at the end would keep the other workers waiting for it.
 LONGEST = (
     "unit/evaluation/test_features", "contracts/test_sd3_speedups_flops", "integration/test_engine_families", "integration/test_communication",
     "integration/test_docs_adding",

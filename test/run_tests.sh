@@ -100,9 +100,10 @@ run_tier() {
             # five times the budget on a slow and busy machine is late; more is a hang, and ends with every traceback
             local code=0 limit=$(($(budget_min "$1") * 300)) bounded=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
-            # tests compute on one thread, and those that start jobs wait for some of them; test/conftest.py puts long files first
+            # tests compute on one thread; integration also waits, an eighth of its time on two workers, for jobs and their time
+            # limits: it has one more; test/conftest.py puts long files first
             local workers=2
-            case "$1" in integration) workers=3 ;; esac
+            if [ "$1" = integration ]; then workers=3; fi
             local side_by_side=(-n "$workers" --dist loadfile --no-loadscope-reorder)
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \

@@ -49,6 +49,16 @@ def test_sdxls_source_imports_no_class_of_an_encoder() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_workers_that_look_at_images_import_no_schema() -> None:
+    """Each of many processes would spend as long on it as on all else that it imports."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(LIBRARY)!r})\n"
+        "import difftrain.data.index.inspection, difftrain.data.index.worker_pool\n"
+        "assert not {'pydantic', 'torch', 'difftrain.config.schema.sections'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_scipy_comes_in_where_it_is_called() -> None:
     """Schedulers of diffusers import it for noise levels that few ask for; it takes a second of every start."""
     code = (

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, diffusers and difftrain: a start takes 3 s of a core, not 12.
+"""Processes forked from one that has imported torch, diffusers and difftrain: imports take 7 s of a core, a fork 10 ms.
 
 What runs is the script, module or code of a command line of this Python, with its own arguments, environment, folder,
 session and output. A test of what differs starts a cold process (subprocess.Popen): which modules are imported, and

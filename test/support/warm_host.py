@@ -23,7 +23,7 @@ import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,31 +37,24 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # of madvise(2)
 LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
 
 
-class Counted(MutableMapping[str, Any]):
-    """What passes cost (models/flops.py), in a folder: half a second to two that one of many processes spends."""
+class Counted(dict[str, Any]):
+    """What passes cost (models/flops.py), also in a folder: half a second to two that one of many processes spends."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
 
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return json.loads(self._file(key).read_text())
-        except FileNotFoundError:
-            raise KeyError(key) from None
+    def __contains__(self, key: object) -> bool:
+        if not super().__contains__(key):
+            with contextlib.suppress(FileNotFoundError):  # nobody has counted it
+                super().__setitem__(str(key), json.loads(self._file(str(key)).read_text()))
+        return super().__contains__(key)
 
     def __setitem__(self, key: str, counts: Any) -> None:
+        super().__setitem__(key, counts)
         ours = self._file(key).with_suffix(f".{os.getpid()}")
         ours.write_text(json.dumps(counts))
         ours.replace(self._file(key))
-
-    def __delitem__(self, key: str) -> None:
-        self._file(key).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("names of files do not say what was counted")
-
-    def __len__(self) -> int:
-        return len(list(self.folder.glob("*.json")))
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -304,9 +297,11 @@ def _in_large_pages() -> None:
 if __name__ == "__main__":
     made, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     del sys.path[0]
-    begun = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19]  # for its id alone may come again
-    folder = Path(tempfile.gettempdir()) / f"difftrain-counted-{owner}-{begun}-{SIMULATED in os.environ}"
-    folder.mkdir(exist_ok=True)  # by both of a session
+    # both of a session share what they count; its id alone may come again, and a copy of this checkout counts for itself
+    begun = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19]
+    shared = hashlib.sha256(json.dumps([owner, begun, __file__, SIMULATED in os.environ]).encode()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"difftrain-counted-{shared[:16]}"
+    folder.mkdir(exist_ok=True)
     _import(folder)
     fork_hosts(made, owner, folder)
     run_and_leave()

@@ -108,11 +108,14 @@ class ModelFamily(BaseFamily):
         )
 
     def rotary(self, size: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]) -> tuple[Tensor, ...]:
-        """Return rotary tables: made on the host, so equal on every device, and once for a size. size: all that they hang on."""
-        return self.once((size, device), lambda: tuple(table.to(device) for table in make()))
+        """Return rotary tables on a device, made once for a size.
+
+        size: all that they hang on. make: makes them on the host where the network lets it, so equal on every device.
+        """
+        return self.once(("rotary", size, device), lambda: tuple(table.to(device) for table in make()))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Make what hangs on a key alone the first time it is asked for, and keep it."""
+        """Make something the first time that it is asked for, and keep it. key: what it is, and all that it hangs on."""
         if key not in self._made_once:
             self._made_once[key] = make()
         return self._made_once[key]

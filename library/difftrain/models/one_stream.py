@@ -42,7 +42,7 @@ class OneStreamFamily(ModelFamily):
 
     def cells(self, size: Hashable, make: Callable[[], Tensor], device: Any) -> Tensor:
         """Return positions (S, 3) of tokens as if no text were before the images, made and moved once a size."""
-        return self.once((size, device), lambda: make().to(device, torch.int64))
+        return self.once(("cells", size, device), lambda: make().to(device, torch.int64))
 
     def lay_out(
         self, net: Any, is_token: Tensor, cells: Tensor, moved: Tensor, lengths: Sequence[int]

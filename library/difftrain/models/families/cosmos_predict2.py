@@ -21,7 +21,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 # sigmas that the pipeline draws through, whatever its scheduler was stored with, and whatever shift training has
 LEVELS = MappingProxyType({"sigma_max": 80.0, "sigma_min": 0.002})
 _ROPE_SCALE = [1.0, 4.0, 4.0]  # of both releases: no tensor says it

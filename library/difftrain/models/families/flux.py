@@ -23,7 +23,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 # rows that its relatives have too
 SHARED_KEYS = """
 x_embedder = img_in

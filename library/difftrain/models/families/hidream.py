@@ -138,7 +138,7 @@ class HiDream(ModelFamily):
             keys[:, own:filled] = 0
             return (table, *((keys[:, :filled], keys) if filled > own else (None, None)), rows)
 
-        return self.once((size, length, rows, image.device, image.dtype), make)
+        return self.once(("places", size, length, rows, image.device, image.dtype), make)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block of either kind, with its layer of the language model behind the text."""

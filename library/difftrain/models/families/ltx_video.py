@@ -20,7 +20,6 @@ from difftrain.models.weights.infer import count, heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _WIDE = 4096  # of the release of 13 billion, whose heads have 128 channels; those of others have 64
 
 

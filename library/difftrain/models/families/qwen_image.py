@@ -22,7 +22,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 RealTables = tuple["Tensor", "Tensor"]
 # around a caption; its first 34 tokens say nothing of the picture and are cut off
 TEMPLATE = (

@@ -19,7 +19,6 @@ from difftrain.models.weights.infer import count, heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _HEAD = 128  # channels of a head in every release
 
 

@@ -25,7 +25,6 @@ from difftrain.models.weights.infer import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's chat, which may think
 UNIT = 32  # tokens of which image and text are multiples
 _EMBEDDER = "2-1"  # of patches of 2 x 2 and one frame
@@ -134,7 +133,7 @@ class ZImage(ModelFamily):
                 places.append(torch.cat((two[grid[:, 1]], three[grid[:, 2]]), dim=-1))
             return _Positions((text[0], text[1]), (places[0], places[1]), (first[0], first[1]))
 
-        return self.once((size, length, device), make)
+        return self.once(("positions", size, length, device), make)
 
     def block(self, block: Any, tokens: Tokens) -> Tokens:
         """Run one block: it refines the image, or the text, or takes them one behind the other."""
